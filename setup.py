@@ -1,0 +1,51 @@
+"""Packaging of bridge_jax. Ranges are pinned to what the test suite runs on; see README, "Install"."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+JAX = "jax>=0.10,<0.13"
+
+setup(
+    name="bridge-jax",
+    version="0.1.0",
+    description="BRIDGE: bilevel retrieval-credit-aware agentic reinforcement learning, in JAX for TPU and GPU",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11,<3.14",
+    packages=find_packages(include=["bridge_jax", "bridge_jax.*"]),
+    package_data={"bridge_jax.data": ["embedded/*"]},
+    install_requires=[
+        JAX,
+        "flax>=0.12,<0.13",
+        "optax>=0.2.5,<0.3",
+        "orbax-checkpoint>=0.11.20,<0.13",
+        "transformers>=4.57,<6",
+        "sentencepiece>=0.2,<0.3",
+        'scann>=1.4,<2; sys_platform == "linux" and platform_machine == "x86_64"',
+        "tensorflow-datasets>=4.9.9,<5",
+        "array_record>=0.7,<1; sys_platform == 'linux' or sys_platform == 'darwin'",
+        "ml-collections>=1.0,<2",
+        "numpy>=2.0,<3",
+        "safetensors>=0.5,<1",
+        "gguf>=0.17,<1",
+        "pyarrow>=18",
+        "rich>=13,<16",
+        "absl-py>=2.1,<3",
+    ],
+    extras_require={
+        "tpu": ["jax[tpu]>=0.10,<0.13"],
+        "cuda12": ["jax[cuda12]>=0.10,<0.13"],
+        "cuda13": ["jax[cuda13]>=0.10,<0.13"],
+        "wandb": ["wandb>=0.19,<1"],
+        "test": ["pytest>=8,<10", "hypothesis>=6.100,<7", "ruff>=0.11,<1", "torch==2.13.0", "peft>=0.17,<1", "faiss-cpu>=1.9,<2"],
+    },
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+    ],
+)
