@@ -1,0 +1,319 @@
+"""The full configuration of a run: every field with its default, loading, overrides and validation.
+
+A config file (`configs/*.py`) defines `get_config()` which starts from `default()` and sets fields; the command line overrides
+single fields (`--config.credit.gamma=0.1`). `load` gives a locked, validated `ml_collections.ConfigDict`. Defaults are the paper's
+scale; their sources are in the paper's recipe table (docs/architecture.md, "Defaults").
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from bridge_jax.errors import UserError
+
+METHODS = ("bridge", "vt_search")
+
+
+def default() -> ConfigDict:
+    """Every field of a run at the paper's scale (Qwen2.5-3B-Instruct, E5-base-v2, wiki-18)."""
+    c = ConfigDict()
+
+    c.method = ConfigDict()
+    c.method.name = "bridge"  # one of METHODS
+
+    c.policy = ConfigDict()
+    c.policy.model = "Qwen/Qwen2.5-3B-Instruct"  # hub id, folder, or a pocket model's name
+    c.policy.warmstart = ""  # "" = start from the model; "auto" = <workdir>/warmstart; or a folder
+    c.policy.trainable = "full"  # full | lora
+    c.policy.lora_rank = 32
+    c.policy.lora_alpha = 64.0
+    c.policy.lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    c.policy.compute_dtype = "bfloat16"  # master weights are float32 when trained in full
+    c.policy.remat = True
+
+    c.retriever = ConfigDict()
+    c.retriever.encoder = "intfloat/e5-base-v2"
+    c.retriever.query_prefix = "auto"  # auto = by the encoder's family ("query: " for E5, none otherwise)
+    c.retriever.passage_prefix = "auto"
+    c.retriever.max_length = 256
+    c.retriever.lora_rank = 16
+    c.retriever.lora_alpha = 32.0
+
+    c.index = ConfigDict()
+    c.index.corpus = "embedded"  # jsonl of {id, contents}, or "embedded"
+    c.index.folder = ""  # "" = built on first use in the cache, keyed by encoder and corpus
+    c.index.kind = "auto"  # auto | scann | exact
+    c.index.limit = 0  # first rows of the corpus only; 0 = all
+
+    c.data = ConfigDict()
+    c.data.train = ("nq", "hotpotqa")  # files, official names, or embedded/<set>
+    c.data.train_split = "train"
+    c.data.weights = ()  # one weight a source; () = by size
+    c.data.eval = ("hotpotqa",)
+    c.data.eval_split = "test"
+    c.data.eval_limit = 500  # questions a dataset; 0 = all
+
+    c.rollout = ConfigDict()
+    c.rollout.prompt = "search_r1"
+    c.rollout.max_searches = 2
+    c.rollout.shown = 3
+    c.rollout.candidates = 40
+    c.rollout.temperature = 1.0
+    c.rollout.max_prompt_tokens = 4096
+    c.rollout.max_response_tokens = 4096  # everything after the prompt, observations included
+    c.rollout.max_new_tokens = 2048  # one generation
+    c.rollout.max_observation_tokens = 1024
+    c.rollout.max_passage_tokens = 0  # of each shown or scored passage; 0 = no limit of its own
+    c.rollout.chunk = 32  # tokens decoded between two looks of the host
+    c.rollout.batch_groups = 64  # question groups decoded together
+
+    c.grpo = ConfigDict()
+    c.grpo.group_size = 8
+    c.grpo.minibatch_questions = 64
+    c.grpo.microbatch = 8  # rollouts in one forward/backward
+    c.grpo.advantage = "grpo"  # grpo | dr_grpo
+    c.grpo.aggregation = "token_mean"  # token_mean | dr_grpo
+    c.grpo.clip_low = 0.2
+    c.grpo.clip_high = 0.2
+    c.grpo.dual_clip = 3.0
+    c.grpo.kl_coef = 1e-4
+    c.grpo.filter_zero_advantage = False  # DAPO's dynamic sampling, for the policy only
+    c.grpo.lr = 1e-6
+    c.grpo.warmup_steps = 10
+    c.grpo.weight_decay = 0.01
+    c.grpo.grad_clip = 1.0
+
+    c.credit = ConfigDict()
+    c.credit.tau = 1.0
+    c.credit.gamma = 0.02
+    c.credit.golds = 1  # gold answers scored; > 1 = log-mean-exp over the first ones
+    c.credit.clamp_negative = False  # advantages clamped at 0 for the retriever
+    c.credit.shown_only = False  # outcome credit on the shown documents only
+    c.credit.period = 1  # P: steps between retriever updates
+    c.credit.max_turns = 512  # M: turns in one retriever update
+    c.credit.minibatch = 64  # turns in one gradient step
+    c.credit.epochs = 1
+    c.credit.lr = 1e-4
+    c.credit.warmup_steps = 20
+    c.credit.weight_decay = 0.0
+    c.credit.grad_clip = 1.0
+    c.credit.turns_per_batch = 4  # turns (times candidates) scored in one forward
+
+    c.train = ConfigDict()
+    c.train.steps = 250
+    c.train.seed = 0
+    c.train.questions = 512  # per step
+    c.train.eval_every = 25  # 0 = only at the start and at the end
+    c.train.checkpoint_every = 10
+    c.train.keep = 2  # latest checkpoints kept, besides the best
+    c.train.log_rollouts_every = 1
+    c.train.max_skipped_updates = 3  # non-finite updates in a row before the run stops
+    c.train.tensorboard = False
+    c.train.wandb = ""  # a Weights & Biases project; "" = off
+
+    c.mesh = ConfigDict()
+    c.mesh.data = 1
+    c.mesh.fsdp = -1  # -1 = all remaining devices
+    c.mesh.tensor = 1
+
+    c.warmstart = ConfigDict()
+    c.warmstart.questions = 2000  # traces built from
+    c.warmstart.epochs = 2
+    c.warmstart.batch = 32
+    c.warmstart.microbatch = 8
+    c.warmstart.lr = 1e-5
+    c.warmstart.distractors = 2  # other passages shown beside a missing gold passage
+    return c
+
+
+def add_config_flag(parser) -> None:
+    """`--config` on an argparse parser; overrides (`--config.a.b=v`) are what `parse_known_args` leaves over."""
+    parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/pocket.py; single fields are "
+                        "overridden with --config.group.field=value")
+
+
+def parse_args(parser, argv: Sequence[str] | None = None):
+    """-> (namespace, config): argparse plus the `--config.*` overrides.
+
+    Raises:
+      UserError: an unknown flag or field, a value of the wrong type, a config file that cannot be read.
+    """
+    args, rest = parser.parse_known_args(argv)
+    overrides, i = [], 0
+    while i < len(rest):
+        if not rest[i].startswith("--config."):
+            parser.error(f"unrecognised argument {rest[i]!r}; see --help")
+        if "=" in rest[i]:
+            overrides.append(rest[i].removeprefix("--config."))
+        elif i + 1 < len(rest):
+            overrides.append(f"{rest[i].removeprefix('--config.')}={rest[i + 1]}")
+            i += 1
+        else:
+            raise UserError(f"{rest[i]} has no value: write {rest[i]}=VALUE")
+        i += 1
+    return args, load(args.config, overrides)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> ConfigDict:
+    """Run `get_config()` of the file, apply `group.field=value` overrides, validate, lock.
+
+    Raises:
+      UserError: naming the file, the field (with the nearest known name) or the value and what is allowed.
+    """
+    config = _run_file(Path(path))
+    for override in overrides:
+        name, _, text = override.partition("=")
+        _set(config, name, text)
+    validate(config)
+    return config.lock()
+
+
+def _run_file(path: Path) -> ConfigDict:
+    if not path.is_file():
+        here = ", ".join(sorted(str(p) for p in path.parent.glob("*.py"))) if path.parent.is_dir() else ""
+        raise UserError(f"config file {path} does not exist{f'; there are: {here}' if here else ''}")
+    spec = importlib.util.spec_from_file_location(f"bridge_config_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        config = module.get_config()
+    except (AttributeError, SyntaxError, KeyError, TypeError, ImportError) as error:
+        raise UserError(f"config file {path}: {type(error).__name__}: {error}") from error
+    if not isinstance(config, ConfigDict):
+        raise UserError(f"config file {path}: get_config() must return bridge_jax.config.default() with fields set")
+    return config
+
+
+def flatten(config: ConfigDict) -> dict[str, object]:
+    """-> {"group.field": value}"""
+    return {f"{group}.{field}": value for group, fields in config.items() for field, value in fields.items()}
+
+
+def _set(config: ConfigDict, name: str, text: str) -> None:
+    known = flatten(default())
+    if name not in known:
+        raise UserError(f"config has no field {name!r}; {_nearest(name, known)}")
+    group, field = name.split(".")
+    value = _parse(name, text, known[name])
+    try:
+        config[group][field] = value
+    except TypeError as error:
+        raise UserError(f"config.{name}={text}: must be {type(known[name]).__name__}, such as {known[name]!r}") from error
+
+
+def _parse(name: str, text: str, like: object) -> object:
+    if isinstance(like, str):
+        return text
+    if isinstance(like, tuple) and not text.startswith(("(", "[")):
+        return tuple(_scalar(part.strip()) for part in text.split(",") if part.strip())
+    value = _scalar(text)
+    if isinstance(like, bool) and isinstance(value, str) and value.lower() in ("true", "false"):
+        value = value.lower() == "true"
+    if isinstance(like, tuple) and isinstance(value, list | tuple):
+        return tuple(value)
+    return float(value) if isinstance(like, float) and type(value) is int else value
+
+
+def _scalar(text: str) -> object:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _nearest(name: str, known) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"groups are {', '.join(default())}"
+
+
+_CHOICES = {
+    "method.name": METHODS,
+    "policy.trainable": ("full", "lora"),
+    "policy.compute_dtype": ("float32", "bfloat16"),
+    "index.kind": ("auto", "scann", "exact"),
+    "grpo.advantage": ("grpo", "dr_grpo"),
+    "grpo.aggregation": ("token_mean", "dr_grpo"),
+}
+_AT_LEAST = {  # smallest allowed value; numbers not named here must be >= 0
+    "policy.lora_rank": 1, "retriever.lora_rank": 1, "retriever.max_length": 8, "rollout.shown": 1, "rollout.candidates": 1,
+    "rollout.max_prompt_tokens": 16, "rollout.max_response_tokens": 16, "rollout.max_new_tokens": 1, "rollout.max_observation_tokens": 16,
+    "rollout.chunk": 1, "rollout.batch_groups": 1, "grpo.group_size": 1, "grpo.minibatch_questions": 1, "grpo.microbatch": 1,
+    "credit.golds": 1, "credit.period": 1, "credit.max_turns": 1, "credit.minibatch": 1, "credit.epochs": 1, "credit.turns_per_batch": 1,
+    "train.steps": 1, "train.questions": 1, "train.checkpoint_every": 1, "train.keep": 1, "train.max_skipped_updates": 1,
+    "mesh.data": -1, "mesh.fsdp": -1, "mesh.tensor": 1, "warmstart.questions": 1, "warmstart.batch": 1, "warmstart.microbatch": 1,
+    "warmstart.epochs": 1,
+}  # fmt: skip
+
+
+def validate(config: ConfigDict) -> None:
+    """Refuse unknown fields, wrong types and values out of range.
+
+    Raises:
+      UserError: naming the field, its value and what is allowed.
+    """
+    known = flatten(default())
+    given = flatten(config)
+    for name in given.keys() - known.keys():
+        raise UserError(f"config has no field {name!r}; {_nearest(name, known)}")
+    for name in known.keys() - given.keys():
+        raise UserError(f"config lacks the field {name!r}: start from bridge_jax.config.default()")
+    for name, value in given.items():
+        like = known[name]
+        wanted = (int, float) if isinstance(like, float) else (list, tuple) if isinstance(like, tuple) else type(like)
+        if not isinstance(value, wanted) or (isinstance(value, bool) and not isinstance(like, bool)):
+            raise UserError(f"config.{name}={value!r}: must be {type(like).__name__}, such as {like!r}")
+        if name in _CHOICES and value not in _CHOICES[name]:
+            close = difflib.get_close_matches(str(value), _CHOICES[name], n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise UserError(f"config.{name}={value!r}: must be one of {', '.join(_CHOICES[name])}{hint}")
+        if isinstance(value, int | float) and not isinstance(value, bool) and not value >= _AT_LEAST.get(name, 0):
+            raise UserError(f"config.{name}={value!r}: must be at least {_AT_LEAST.get(name, 0)}")
+    if config.credit.tau <= 0:
+        raise UserError(f"config.credit.tau={config.credit.tau!r}: must be above 0")
+    if config.rollout.candidates < config.rollout.shown:
+        raise UserError(f"config.rollout.candidates={config.rollout.candidates}: must be at least config.rollout.shown={config.rollout.shown}")
+    if not config.data.train or not config.data.eval:
+        raise UserError("config.data.train and config.data.eval need at least one source each")
+    if config.data.weights and len(config.data.weights) != len(config.data.train):
+        raise UserError(f"config.data.weights has {len(config.data.weights)} entries for {len(config.data.train)} sources of config.data.train")
+    rollouts = config.grpo.minibatch_questions * config.grpo.group_size
+    if rollouts % config.grpo.microbatch:
+        raise UserError(f"config.grpo.microbatch={config.grpo.microbatch}: must divide minibatch_questions x group_size = {rollouts}")
+    if config.train.questions % config.grpo.minibatch_questions:
+        raise UserError(f"config.grpo.minibatch_questions={config.grpo.minibatch_questions}: must divide config.train.questions="
+                        f"{config.train.questions}")
+    if config.warmstart.batch % config.warmstart.microbatch:
+        raise UserError(f"config.warmstart.microbatch={config.warmstart.microbatch}: must divide config.warmstart.batch={config.warmstart.batch}")
+
+
+def claim_workdir(config: ConfigDict, workdir: Path, name: str = "config.json", may_change: Sequence[str] = ()) -> None:
+    """Write `<workdir>/<name>`, or compare with the one there: a run folder belongs to one configuration.
+
+    Args:
+      may_change: fields that a rerun may change (`train.steps`: train longer).
+
+    Raises:
+      UserError: the folder was made by another configuration; names the first differing fields. Nothing is written.
+    """
+    path = Path(workdir) / name
+    resolved = {key: list(value) if isinstance(value, tuple | list) else value for key, value in flatten(config).items()}
+    if path.exists():
+        try:
+            old = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path} is not readable JSON ({error}): use another --workdir") from error
+        differ = [k for k in sorted(resolved.keys() | old.keys()) if resolved.get(k) != old.get(k) and k not in may_change]
+        if differ:
+            shown = "; ".join(f"{k} was {old.get(k)!r}, now {resolved.get(k)!r}" for k in differ[:3])
+            raise UserError(f"{workdir} belongs to another configuration ({shown}): use another --workdir, or delete this one")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(resolved, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    temporary.replace(path)
