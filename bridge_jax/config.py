@@ -135,8 +135,12 @@ def default() -> ConfigDict:
 
 def add_config_flag(parser) -> None:
     """`--config` on an argparse parser; overrides (`--config.a.b=v`) are what `parse_known_args` leaves over."""
-    parser.add_argument("--config", required=True, metavar="FILE", help="a config file, such as configs/pocket.py; single fields are "
-                        "overridden with --config.group.field=value")
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="FILE",
+        help="a config file, such as configs/pocket.py; single fields are overridden with --config.group.field=value",
+    )
 
 
 def parse_args(parser, argv: Sequence[str] | None = None):
@@ -242,14 +246,39 @@ _CHOICES = {
     "grpo.aggregation": ("token_mean", "dr_grpo"),
 }
 _AT_LEAST = {  # smallest allowed value; numbers not named here must be >= 0
-    "policy.lora_rank": 1, "retriever.lora_rank": 1, "retriever.max_length": 8, "rollout.shown": 1, "rollout.candidates": 1,
-    "rollout.max_prompt_tokens": 16, "rollout.max_response_tokens": 16, "rollout.max_new_tokens": 1, "rollout.max_observation_tokens": 16,
-    "rollout.chunk": 1, "rollout.batch_groups": 1, "grpo.group_size": 1, "grpo.minibatch_questions": 1, "grpo.microbatch": 1,
-    "credit.golds": 1, "credit.period": 1, "credit.max_turns": 1, "credit.minibatch": 1, "credit.epochs": 1, "credit.turns_per_batch": 1,
-    "train.steps": 1, "train.questions": 1, "train.checkpoint_every": 1, "train.keep": 1, "train.max_skipped_updates": 1,
-    "mesh.data": -1, "mesh.fsdp": -1, "mesh.tensor": 1, "warmstart.questions": 1, "warmstart.batch": 1, "warmstart.microbatch": 1,
+    "policy.lora_rank": 1,
+    "retriever.lora_rank": 1,
+    "retriever.max_length": 8,
+    "rollout.shown": 1,
+    "rollout.candidates": 1,
+    "rollout.max_prompt_tokens": 16,
+    "rollout.max_response_tokens": 16,
+    "rollout.max_new_tokens": 1,
+    "rollout.max_observation_tokens": 16,
+    "rollout.chunk": 1,
+    "rollout.batch_groups": 1,
+    "grpo.group_size": 1,
+    "grpo.minibatch_questions": 1,
+    "grpo.microbatch": 1,
+    "credit.golds": 1,
+    "credit.period": 1,
+    "credit.max_turns": 1,
+    "credit.minibatch": 1,
+    "credit.epochs": 1,
+    "credit.turns_per_batch": 1,
+    "train.steps": 1,
+    "train.questions": 1,
+    "train.checkpoint_every": 1,
+    "train.keep": 1,
+    "train.max_skipped_updates": 1,
+    "mesh.data": -1,
+    "mesh.fsdp": -1,
+    "mesh.tensor": 1,
+    "warmstart.questions": 1,
+    "warmstart.batch": 1,
+    "warmstart.microbatch": 1,
     "warmstart.epochs": 1,
-}  # fmt: skip
+}
 
 
 def validate(config: ConfigDict) -> None:
@@ -278,19 +307,30 @@ def validate(config: ConfigDict) -> None:
     if config.credit.tau <= 0:
         raise UserError(f"config.credit.tau={config.credit.tau!r}: must be above 0")
     if config.rollout.candidates < config.rollout.shown:
-        raise UserError(f"config.rollout.candidates={config.rollout.candidates}: must be at least config.rollout.shown={config.rollout.shown}")
+        raise UserError(
+            f"config.rollout.candidates={config.rollout.candidates}: must be at least config.rollout.shown={config.rollout.shown}"
+        )
     if not config.data.train or not config.data.eval:
         raise UserError("config.data.train and config.data.eval need at least one source each")
     if config.data.weights and len(config.data.weights) != len(config.data.train):
-        raise UserError(f"config.data.weights has {len(config.data.weights)} entries for {len(config.data.train)} sources of config.data.train")
+        raise UserError(
+            f"config.data.weights has {len(config.data.weights)} entries for {len(config.data.train)} sources of config.data.train"
+        )
     rollouts = config.grpo.minibatch_questions * config.grpo.group_size
     if rollouts % config.grpo.microbatch:
-        raise UserError(f"config.grpo.microbatch={config.grpo.microbatch}: must divide minibatch_questions x group_size = {rollouts}")
+        raise UserError(
+            f"config.grpo.microbatch={config.grpo.microbatch}: must divide minibatch_questions x group_size = {rollouts}"
+        )
     if config.train.questions % config.grpo.minibatch_questions:
-        raise UserError(f"config.grpo.minibatch_questions={config.grpo.minibatch_questions}: must divide config.train.questions="
-                        f"{config.train.questions}")
+        raise UserError(
+            f"config.grpo.minibatch_questions={config.grpo.minibatch_questions}: must divide config.train.questions="
+            f"{config.train.questions}"
+        )
     if config.warmstart.batch % config.warmstart.microbatch:
-        raise UserError(f"config.warmstart.microbatch={config.warmstart.microbatch}: must divide config.warmstart.batch={config.warmstart.batch}")
+        raise UserError(
+            f"config.warmstart.microbatch={config.warmstart.microbatch}: must divide "
+            f"config.warmstart.batch={config.warmstart.batch}"
+        )
 
 
 def claim_workdir(config: ConfigDict, workdir: Path, name: str = "config.json", may_change: Sequence[str] = ()) -> None:

@@ -1,8 +1,8 @@
 """A real small language model and a real small encoder on real questions, on a laptop's CPU.
 
-SmolLM2-135M-Instruct (Llama architecture) as the policy, MiniLM-L6 (BERT architecture, as E5) as the retriever, HotpotQA questions over
-the embedded Wikipedia passages. Both models are fetched on first use. Everything is the paper's loop at a small size:
-4 questions x 4 rollouts a step, 16 candidates scored, 3 shown (the first 48 tokens of each).
+SmolLM2-135M-Instruct (Llama architecture) as the policy, MiniLM-L6 (BERT architecture, as E5) as the retriever, HotpotQA questions
+over the embedded Wikipedia passages. Both models are fetched on first use. Everything is the paper's loop at a small size:
+4 questions x 4 rollouts a step, 16 candidates scored, 3 shown (the first 56 tokens of each).
 """
 
 from bridge_jax import config as configuration

@@ -1,0 +1,35 @@
+# make demo   everything set up, a full BRIDGE run at a small size on this machine's CPU, a before/after table
+# make test   everything set up, linter and test suite
+# PYTHON=python3.12 make test   with another interpreter (3.11 to 3.13)
+
+PYTHON ?= python3
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: demo test lint setup clean
+
+demo: $(VENV)/.installed
+	$(RUN) -m bridge_jax.demo
+
+test: $(VENV)/.installed-test lint
+	$(RUN) -m pytest
+
+lint: $(VENV)/.installed-test
+	$(VENV)/bin/ruff check .
+
+setup: $(VENV)/.installed
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { echo "bridge_jax needs Python 3.11 to 3.13; name one: make PYTHON=python3.12 ..."; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: setup.py | $(VENV)/bin/python
+	$(RUN) -m pip install -q -e .
+	touch $@
+
+$(VENV)/.installed-test: setup.py | $(VENV)/bin/python
+	$(RUN) -m pip install -q -e '.[test]'
+	touch $(VENV)/.installed $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,148 @@
+"""Everything of a run that does not change while it trains: models, tokenizer, encoder, index, corpus, rollout engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from bridge_jax.data import embedded
+from bridge_jax.errors import UserError
+from bridge_jax.mesh import make_mesh
+from bridge_jax.models import e5, qwen2
+from bridge_jax.models.lora import LoRAConfig
+from bridge_jax.retrieval.corpus import Corpus
+from bridge_jax.retrieval.index import build_index, open_index
+from bridge_jax.retrieval.retriever import Retriever
+from bridge_jax.rollout.episodes import RolloutConfig, RolloutEngine
+
+
+@dataclasses.dataclass(frozen=True)
+class Assets:
+    """Loaded once a process; `base_params` is the policy's starting point (and, without `lora`, the reference policy)."""
+
+    config: ConfigDict
+    mesh: Mesh | None  # None on a single device
+    policy: qwen2.Qwen2
+    base_params: dict
+    tokenizer: object
+    eos_ids: tuple[int, ...]
+    encoder: e5.Encoder
+    corpus: Corpus
+    index: object
+    retriever: Retriever
+    engine: RolloutEngine
+
+
+def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True) -> Assets:
+    """Load models and corpus, build the index where there is none yet.
+
+    Args:
+      use_warmstart: False gives the model that `config.policy.model` names even when a warm start is configured.
+
+    Raises:
+      UserError: a missing model, corpus, index or warm start, or one that does not fit another.
+    """
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor) if jax.device_count() > 1 else None
+    encoder = load_encoder(config, mesh)
+    corpus = Corpus.open(corpus_path(config), limit=config.index.limit or None)
+    index = open_or_build_index(config, encoder, corpus)
+    source = policy_source(config, Path(workdir)) if use_warmstart else config.policy.model
+    policy, base_params = qwen2.load(
+        source,
+        dtype=jnp.float32 if config.policy.trainable == "full" else jnp.dtype(config.policy.compute_dtype),
+        mesh=mesh,
+        compute_dtype=jnp.dtype(config.policy.compute_dtype),
+        lora=policy_lora(config),
+        remat=config.policy.remat,
+    )
+    tokenizer = qwen2.load_tokenizer(source)
+    eos_ids = qwen2.eos_ids(source, tokenizer)
+    retriever = Retriever(encoder, index, corpus)
+    engine = RolloutEngine(policy, tokenizer, eos_ids, rollout_config(config), retriever)
+    return Assets(config, mesh, policy, base_params, tokenizer, eos_ids, encoder, corpus, index, retriever, engine)
+
+
+def policy_source(config: ConfigDict, workdir: Path) -> str:
+    """The model id or folder the policy starts from: the warm start when one is configured.
+
+    Raises:
+      UserError: the warm start is not there.
+    """
+    if not config.policy.warmstart:
+        return config.policy.model
+    folder = workdir / "warmstart" if config.policy.warmstart == "auto" else Path(config.policy.warmstart)
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"no warm-started policy at {folder}: run python -m bridge_jax.warmstart with the same --config and --workdir first, "
+            "or pass --config.policy.warmstart= to start from the model as it is"
+        )
+    return str(folder)
+
+
+def policy_lora(config: ConfigDict) -> LoRAConfig | None:
+    if config.policy.trainable == "full":
+        return None
+    return LoRAConfig(config.policy.lora_rank, config.policy.lora_alpha, tuple(config.policy.lora_targets))
+
+
+def retriever_lora(config: ConfigDict) -> LoRAConfig:
+    return LoRAConfig(config.retriever.lora_rank, config.retriever.lora_alpha, e5.E5_TARGETS)
+
+
+def load_encoder(config: ConfigDict, mesh: Mesh | None) -> e5.Encoder:
+    prefix = {"auto": None}
+    return e5.load(
+        config.retriever.encoder,
+        mesh=mesh,
+        lora=retriever_lora(config),
+        query_prefix=prefix.get(config.retriever.query_prefix, config.retriever.query_prefix),
+        passage_prefix=prefix.get(config.retriever.passage_prefix, config.retriever.passage_prefix),
+        max_length=config.retriever.max_length,
+    )
+
+
+def corpus_path(config: ConfigDict) -> Path:
+    return embedded.corpus_path() if config.index.corpus == "embedded" else Path(config.index.corpus)
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("BRIDGE_JAX_CACHE", Path.home() / ".cache" / "bridge_jax"))
+
+
+def open_or_build_index(config: ConfigDict, encoder: e5.Encoder, corpus: Corpus):
+    """The index that fits encoder and corpus: `config.index.folder`, else one in the cache, built on first use (resumable)."""
+    kind = None if config.index.kind == "auto" else config.index.kind
+    if config.index.folder:
+        folder = Path(config.index.folder)
+        if not (folder / "manifest.json").is_file():
+            raise UserError(
+                f"no index at {folder}: build it with python -m bridge_jax.index --corpus={corpus_path(config)} "
+                f"--encoder={config.retriever.encoder} --out={folder}, or pass --config.index.folder= to have one built in the cache"
+            )
+    else:
+        name = f"{Path(config.retriever.encoder).name}-{encoder.fingerprint[:12]}-{encoder.max_length}-{corpus.fingerprint[:12]}"
+        folder = cache_folder() / "indexes" / (f"{name}-{kind}" if kind else name)
+        build_index(corpus, encoder, folder, kind=kind)
+    return open_index(folder, encoder=encoder, corpus=corpus, kind=kind)
+
+
+def rollout_config(config: ConfigDict) -> RolloutConfig:
+    r = config.rollout
+    return RolloutConfig(
+        max_searches=r.max_searches,
+        shown=r.shown,
+        candidates=r.candidates,
+        max_prompt_tokens=r.max_prompt_tokens,
+        max_new_tokens=r.max_new_tokens,
+        max_observation_tokens=r.max_observation_tokens,
+        max_passage_tokens=r.max_passage_tokens,
+        max_response_tokens=r.max_response_tokens,
+        chunk=r.chunk,
+        batch_groups=r.batch_groups,
+    )

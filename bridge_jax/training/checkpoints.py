@@ -1,0 +1,113 @@
+"""Orbax checkpoints of a run: the latest ones for resuming, the best one by evaluation.
+
+Items are separate, so that a tool can read one without the others: `policy`, `retriever`, `optimiser`, `position` (what the run needs
+besides arrays) and `metadata` (the fingerprint that a restore compares first). Frozen weights are never saved.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as managers
+
+from bridge_jax.errors import UserError
+from bridge_jax.objectives.bilevel import BridgeState
+
+
+class Checkpoints:
+    """The `checkpoints/` folder of a run.
+
+    Args:
+      folder: where the steps lie, one folder each.
+      keep: how many of the latest to keep; the best by `score` is kept besides.
+      fingerprint: {"what": value} that a restored checkpoint must share (model shapes, LoRA ranks, method).
+    """
+
+    def __init__(self, folder: Path, keep: int, fingerprint: dict[str, object], read_only: bool = False):
+        self.folder = Path(folder).absolute()
+        self.fingerprint = fingerprint
+        policy = managers.AnyPreservationPolicy(
+            [
+                managers.LatestN(n=keep),
+                managers.BestN(get_metric_fn=lambda metrics: metrics["score"], n=1, keep_checkpoints_without_metrics=False),
+            ]
+        )
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=policy, create=not read_only, read_only=read_only, cleanup_tmp_directories=not read_only
+        )
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def latest(self) -> int | None:
+        return self._manager.latest_step()
+
+    def best(self) -> int | None:
+        """The step with the highest evaluation score, else the latest; a tie goes to the earlier step."""
+        scored = [(info["score"], -step) for step, info in self._scores().items()]
+        return -max(scored)[1] if scored else self.latest()
+
+    def _scores(self) -> dict[int, dict]:
+        found = {step: self._manager.metrics(step) for step in self._manager.all_steps()}
+        return {step: metrics for step, metrics in found.items() if metrics}
+
+    def save(self, step: int, state: BridgeState, score: float | None = None) -> None:
+        """Write the state after `step`; the previous ones stay until it is whole. `score`: evaluation result, higher is better."""
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                policy=ocp.args.StandardSave(state.policy),
+                retriever=ocp.args.StandardSave(state.retriever),
+                optimiser=ocp.args.StandardSave({"policy": state.policy_opt, "retriever": state.retriever_opt}),
+                position=ocp.args.JsonSave({"step": step}),
+                metadata=ocp.args.JsonSave(self.fingerprint),
+            ),
+            metrics=None if score is None else {"score": float(score)},
+        )
+
+    def restore(self, step: int, like: BridgeState) -> BridgeState:
+        """The saved state in the shapes, dtypes and shardings of `like` (arrays or abstract), on whatever mesh they name.
+
+        Raises:
+          UserError: the checkpoint is of another configuration (the difference is named) or cannot be read.
+        """
+        where = self.folder / str(step)
+        try:
+            saved = self._manager.restore(step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore()))["metadata"]
+        except (FileNotFoundError, ValueError, KeyError) as error:
+            raise UserError(
+                f"checkpoint {where} cannot be read ({error}): delete that folder to go on from the one before"
+            ) from error
+        for name, value in self.fingerprint.items():
+            if saved.get(name) != value:
+                raise UserError(f"checkpoint {where} has {name}={saved.get(name)!r}, this run {value!r}: use another --workdir")
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        try:
+            items = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    policy=ocp.args.StandardRestore(abstract.policy),
+                    retriever=ocp.args.StandardRestore(abstract.retriever),
+                    optimiser=ocp.args.StandardRestore({"policy": abstract.policy_opt, "retriever": abstract.retriever_opt}),
+                    position=ocp.args.JsonRestore(),
+                ),
+            )
+        except (FileNotFoundError, ValueError, KeyError) as error:
+            raise UserError(
+                f"checkpoint {where} cannot be read ({error}): delete that folder to go on from the one before"
+            ) from error
+        return like.replace(
+            step=jax.numpy.asarray(items["position"]["step"], jax.numpy.int32),
+            policy=items["policy"],
+            policy_opt=items["optimiser"]["policy"],
+            retriever=items["retriever"],
+            retriever_opt=items["optimiser"]["retriever"],
+        )
+
+    def wait(self) -> None:
+        """Block until the last save is whole on disk."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        self.wait()
+        self._manager.close()

@@ -1,0 +1,116 @@
+"""What a run writes as it goes: `metrics.jsonl`, `rollouts/step_*.jsonl`, and the optional TensorBoard and W&B writers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from bridge_jax.errors import UserError
+
+
+class RunLog:
+    """`metrics.jsonl` (one object a step, key `step`) and `rollouts/`, cut back to the checkpoint on a resume.
+
+    Args:
+      workdir: the run's folder.
+      start: steps up to this one are kept; later rows and rollout files belong to work that will be done again.
+    """
+
+    def __init__(self, workdir: Path, start: int, tensorboard: bool = False, wandb: str = "", config: dict | None = None):
+        self.workdir = Path(workdir)
+        self.path = self.workdir / "metrics.jsonl"
+        self.rollouts = self.workdir / "rollouts"
+        self.rollouts.mkdir(parents=True, exist_ok=True)
+        _truncate(self.path, start)
+        for file in self.rollouts.glob("step_*.jsonl"):
+            if int(file.stem.removeprefix("step_")) > start:
+                file.unlink()
+        self._writers = [
+            writer for writer in (_tensorboard(self.workdir, tensorboard), _wandb(self.workdir, wandb, config)) if writer
+        ]
+
+    def write(self, row: dict[str, float]) -> None:
+        """Append one step's metrics; non-finite numbers become null, so that the file stays JSON."""
+        clean = {key: _number(value) for key, value in row.items()}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(clean) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        for writer in self._writers:
+            writer(clean)
+
+    def write_rollouts(self, step: int, rows: Iterable[dict]) -> None:
+        path = self.rollouts / f"step_{step:06d}.jsonl"
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        temporary.replace(path)
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The rows of a `metrics.jsonl`; a half-written last line (the run was killed) is left out."""
+    rows = []
+    if Path(path).exists():
+        for line in Path(path).read_text(encoding="utf-8").split("\n"):
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                continue
+    return rows
+
+
+def _truncate(path: Path, start: int) -> None:
+    if not path.exists():
+        return
+    kept = [row for row in read_metrics(path) if row["step"] <= start]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    temporary.replace(path)
+
+
+def _number(value) -> float | int | str | None:
+    if isinstance(value, str):
+        return value
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _tensorboard(workdir: Path, on: bool):
+    if not on:
+        return None
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError as error:
+        raise UserError("config.train.tensorboard needs tensorboardX: pip install tensorboardX") from error
+    writer = SummaryWriter(str(workdir / "tensorboard"))
+
+    def write(row):
+        for key, value in row.items():
+            if isinstance(value, int | float):
+                writer.add_scalar(key, value, row["step"])
+        writer.flush()
+
+    return write
+
+
+def _wandb(workdir: Path, project: str, config: dict | None):
+    if not project:
+        return None
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError("config.train.wandb needs wandb: pip install 'bridge-jax[wandb]'") from error
+    run = wandb.init(project=project, dir=str(workdir), config=config, resume="allow", id=_run_id(workdir))
+    return lambda row: run.log({k: v for k, v in row.items() if v is not None}, step=row["step"])
+
+
+def _run_id(workdir: Path) -> str:
+    """One W&B run a folder: a rerun of the command goes on in the same run."""
+    path = workdir / "wandb_id"
+    if not path.exists():
+        path.write_text(os.urandom(6).hex(), encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()

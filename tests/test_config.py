@@ -1,0 +1,108 @@
+"""Configuration: every shipped file loads, every mistake is one line that names the field."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bridge_jax import config as configuration
+from bridge_jax.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+POCKET = ROOT / "configs" / "pocket.py"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda p: p.stem)
+def test_shipped_configs_load(path):
+    config = configuration.load(path)
+    assert config.is_locked
+    assert set(configuration.flatten(config)) == set(configuration.flatten(configuration.default()))
+
+
+def test_overrides_take_the_field_type():
+    config = configuration.load(
+        POCKET, ["credit.gamma=2", "data.train=a.jsonl, b.jsonl", "policy.remat=false", "grpo.lr=1e-3", "index.corpus=7"]
+    )
+    assert config.credit.gamma == 2.0 and isinstance(config.credit.gamma, float)
+    assert config.data.train == ("a.jsonl", "b.jsonl")
+    assert config.policy.remat is False
+    assert config.grpo.lr == 1e-3
+    assert config.index.corpus == "7"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("credit.gama=1", ("credit.gama", "credit.gamma")),
+        ("method.name=brigde", ("method.name", "did you mean 'bridge'")),
+        ("train.steps=many", ("train.steps", "int")),
+        ("train.steps=1.5", ("train.steps", "int")),
+        ("train.steps=0", ("train.steps", "at least 1")),
+        ("rollout.temperature=nan", ("rollout.temperature",)),
+        ("policy.remat=3", ("policy.remat", "bool")),
+        ("credit.tau=0", ("credit.tau", "above 0")),
+        ("data.weights=1,2", ("data.weights", "1 sources")),
+        ("rollout.candidates=2", ("rollout.candidates", "rollout.shown")),
+        ("grpo.microbatch=5", ("grpo.microbatch", "divide")),
+        ("credit=1", ("credit",)),
+    ],
+)
+def test_mistakes_name_the_field(override, words):
+    with pytest.raises(UserError) as caught:
+        configuration.load(POCKET, [override])
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_missing_and_broken_files(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        configuration.load(tmp_path / "none.py")
+    broken = tmp_path / "broken.py"
+    broken.write_text("def get_config(:\n")
+    with pytest.raises(UserError, match=re.escape("broken.py")):
+        configuration.load(broken)
+    typo = tmp_path / "typo.py"
+    typo.write_text("from bridge_jax import config\ndef get_config():\n  c = config.default()\n  c.credit.gama = 1.0\n  return c\n")
+    with pytest.raises(UserError, match=re.escape("credit.gamma")):
+        configuration.load(typo)
+
+
+def test_every_field_is_read_somewhere():
+    """A field that nothing reads is a promise that nobody keeps."""
+    sources = "\n".join(p.read_text() for p in (ROOT / "bridge_jax").rglob("*.py") if p.name != "config.py")
+    unread = [
+        name for name in configuration.flatten(configuration.default()) if not re.search(rf"\.{name.split('.')[1]}\b", sources)
+    ]
+    assert not unread
+
+
+def test_workdir_belongs_to_one_configuration(tmp_path):
+    config = configuration.load(POCKET)
+    configuration.claim_workdir(config, tmp_path)
+    before = (tmp_path / "config.json").read_text()
+    configuration.claim_workdir(config, tmp_path)
+    other = configuration.load(POCKET, ["credit.gamma=3"])
+    with pytest.raises(UserError, match=r"credit\.gamma was 1\.0, now 3\.0"):
+        configuration.claim_workdir(other, tmp_path)
+    assert (tmp_path / "config.json").read_text() == before
+    longer = configuration.load(POCKET, ["train.steps=99"])
+    configuration.claim_workdir(longer, tmp_path, may_change=("train.steps",))
+    assert json.loads((tmp_path / "config.json").read_text())["train.steps"] == 99
+
+
+def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "bridge_jax.train",
+        f"--config={POCKET}",
+        f"--workdir={tmp_path / 'run'}",
+        "--config.credit.gama=1",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr.strip().count("\n") == 0 and "credit.gamma" in done.stderr
+    assert not (tmp_path / "run").exists()
