@@ -1,0 +1,84 @@
+"""Layers shared by the decoder and the encoder. Parameters are float32 at initialisation and cast to `dtype` where they are used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bridge_jax.models.lora import LoRAConfig
+
+INIT = nn.initializers.normal(0.02)
+
+
+class Dense(nn.Module):
+    """x [..., in] -> [..., features]: x @ kernel (+ bias), plus the low-rank adapter (x @ a) @ b * alpha / rank.
+
+    The adapter acts exactly when the "lora" collection passed to `apply` holds "a" [in, r] and "b" [r, out] for this module; without
+    it this is the base layer, bit for bit.
+    """
+
+    features: int
+    use_bias: bool = False
+    dtype: Any = jnp.float32
+    lora: LoRAConfig | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.param("kernel", INIT, (x.shape[-1], self.features))
+        x = x.astype(self.dtype)
+        y = x @ kernel.astype(self.dtype)
+        if self.use_bias:
+            y = y + self.param("bias", nn.initializers.zeros, (self.features,)).astype(self.dtype)
+        if self.has_variable("lora", "a"):
+            if self.lora is None:
+                raise ValueError(
+                    "a lora collection was passed to a model built without `lora=LoRAConfig(...)`: its scale is unknown"
+                )
+            a, b = self.get_variable("lora", "a"), self.get_variable("lora", "b")
+            y = y + (x @ a.astype(self.dtype)) @ b.astype(self.dtype) * self.lora.scale
+        return y
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * scale over the last axis, in float32; the result has x's dtype."""
+
+    epsilon: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+class Embed(nn.Module):
+    """ids [...] int32 -> [..., features] in `dtype`; ids outside the table are clipped (padding may hold anything)."""
+
+    num_embeddings: int
+    features: int
+    dtype: Any = jnp.float32
+
+    def setup(self):
+        self.embedding = self.param("embedding", INIT, (self.num_embeddings, self.features))
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        return jnp.take(self.embedding, ids, axis=0, mode="clip").astype(self.dtype)
+
+
+def rope(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """positions [B, T] int32 -> (cos, sin), each [B, T, 1, H/2] float32."""
+    # float32 throughout: the reference implementation rounds the frequencies the same way, which shows at long positions.
+    frequencies = np.float32(1) / np.float32(theta) ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
+    angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate x [B, T, N, H] by position; dimension i is paired with i + H/2. Computed in float32, returned in x's dtype."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

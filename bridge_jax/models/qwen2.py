@@ -1,0 +1,387 @@
+"""Qwen2/Qwen2.5 decoders, and Llama-architecture checkpoints of the same shape, as one linen module with stacked layers.
+
+    model, params = qwen2.load("Qwen/Qwen2.5-0.5B-Instruct", dtype=jnp.bfloat16)
+    logits = model.apply({"params": params}, tokens)                             # [B, T, V] float32
+    logits, cache = model.apply({"params": params}, tokens, private=cache, write_at=0)
+
+Source: the models' published configurations; checked against `transformers` in tests/models/test_qwen2*.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from bridge_jax.errors import UserError
+from bridge_jax.mesh import BATCH, constrain, param_sharding
+from bridge_jax.models import hub
+from bridge_jax.models.attention import attend, causal_mask
+from bridge_jax.models.cache import KVBlock
+from bridge_jax.models.layers import INIT, Dense, Embed, RMSNorm, rope, rotate
+from bridge_jax.models.lora import LoRAConfig, check_lora
+
+
+@dataclass(frozen=True)
+class Qwen2Config:
+    """The shape of a decoder. `vocab_size` V is the embedding's, often padded beyond the tokenizer's."""
+
+    vocab_size: int
+    hidden_size: int  # D
+    intermediate_size: int  # F
+    num_layers: int  # L
+    num_heads: int  # N
+    num_kv_heads: int  # K
+    head_dim: int  # H
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    model_type: str = "qwen2"  # or "llama": no biases
+    max_positions: int = 32768
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.model_type == "qwen2"
+
+    @property
+    def units(self) -> dict[str, int]:
+        """Heads in each attention projection: tensor parallelism never splits one."""
+        return {"q_proj": self.num_heads, "o_proj": self.num_heads, "k_proj": self.num_kv_heads, "v_proj": self.num_kv_heads}
+
+    @classmethod
+    def from_hf(cls, hf: Mapping, where: str = "config.json") -> Qwen2Config:
+        """From the contents of config.json. UserError for what this module does not compute, naming it."""
+        kind = hf.get("model_type")
+        if kind not in ("qwen2", "llama"):
+            raise UserError(f"{where}: model_type {kind!r} is not supported; give a qwen2 (Qwen2, Qwen2.5) or llama checkpoint")
+        rope_settings = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        rope_type = rope_settings.get("rope_type", rope_settings.get("type", "default"))
+        refused = {
+            "rope scaling": rope_type if rope_type != "default" else None,
+            "use_sliding_window": hf.get("use_sliding_window") and hf.get("sliding_window"),
+            "layer_types": [t for t in hf.get("layer_types") or () if t != "full_attention"],
+            "attention_bias": kind == "llama" and hf.get("attention_bias"),
+            "mlp_bias": hf.get("mlp_bias"),
+            "hidden_act": None if hf.get("hidden_act", "silu") == "silu" else hf["hidden_act"],
+            "quantization_config": "present" if hf.get("quantization_config") else None,
+        }
+        for name, value in refused.items():
+            if value:
+                raise UserError(f"{where}: {name} = {value} is not supported; give a checkpoint without it")
+        try:
+            heads = hf["num_attention_heads"]
+            eos = hf.get("eos_token_id")
+            return cls(
+                vocab_size=hf["vocab_size"],
+                hidden_size=hf["hidden_size"],
+                intermediate_size=hf["intermediate_size"],
+                num_layers=hf["num_hidden_layers"],
+                num_heads=heads,
+                num_kv_heads=hf.get("num_key_value_heads") or heads,
+                head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+                rope_theta=float(rope_settings.get("rope_theta") or hf.get("rope_theta") or 10000.0),
+                rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+                tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+                model_type=kind,
+                max_positions=hf.get("max_position_embeddings", 32768),
+                bos_token_id=hf.get("bos_token_id"),
+                eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,),
+                pad_token_id=hf.get("pad_token_id"),
+            )
+        except KeyError as error:
+            raise UserError(f"{where}: field {error.args[0]} is missing; fetch the model folder again") from None
+
+    def to_hf(self) -> dict:
+        """The contents of config.json (read by transformers 4 and 5)."""
+        hf = {
+            "architectures": ["Qwen2ForCausalLM" if self.model_type == "qwen2" else "LlamaForCausalLM"],
+            "model_type": self.model_type,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rope_theta": self.rope_theta,
+            "rms_norm_eps": self.rms_norm_eps,
+            "tie_word_embeddings": self.tie_embeddings,
+            "max_position_embeddings": self.max_positions,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": _one_or_list(self.eos_token_ids),
+            "pad_token_id": self.pad_token_id,
+        }
+        if self.model_type == "llama":
+            hf |= {"attention_bias": False, "mlp_bias": False}
+        return hf
+
+
+def _one_or_list(ids: tuple[int, ...]):
+    return None if not ids else ids[0] if len(ids) == 1 else list(ids)
+
+
+class Block(nn.Module):
+    """One decoder layer, as the body of a scan over layers."""
+
+    config: Qwen2Config
+    dtype: Any
+    lora: LoRAConfig | None
+    mesh: Mesh | None
+
+    @nn.compact
+    def __call__(self, carry, per_layer, common):
+        """carry: x [B,T,D], cache k and v [L,B,S,K,H] or None. per_layer: layer index, shared k and v [U,P,K,H] or None."""
+        c = self.config
+        x, cache_k, cache_v = carry
+        layer, shared_k, shared_v = per_layer
+        cos, sin, mask, shared_valid, write_at = common
+        batch, length, _ = x.shape
+
+        def dense(name, features, bias=False):
+            return Dense(features, bias, self.dtype, self.lora, name=name)
+
+        h = RMSNorm(c.rms_norm_eps, name="input_norm")(x)
+        q = dense("q_proj", c.num_heads * c.head_dim, c.qkv_bias)(h).reshape(batch, length, c.num_heads, c.head_dim)
+        k = dense("k_proj", c.num_kv_heads * c.head_dim, c.qkv_bias)(h).reshape(batch, length, c.num_kv_heads, c.head_dim)
+        v = dense("v_proj", c.num_kv_heads * c.head_dim, c.qkv_bias)(h).reshape(batch, length, c.num_kv_heads, c.head_dim)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache_k is not None:
+            # In the carry, not scanned in and out: XLA then updates the columns in place instead of copying the cache.
+            start = (layer, 0, write_at, 0, 0)
+            cache_k = jax.lax.dynamic_update_slice(cache_k, k[None].astype(cache_k.dtype), start)
+            cache_v = jax.lax.dynamic_update_slice(cache_v, v[None].astype(cache_v.dtype), start)
+            k, v = (jax.lax.dynamic_index_in_dim(cache, layer, keepdims=False) for cache in (cache_k, cache_v))
+        h = attend(q, k, v, mask, shared_k, shared_v, shared_valid).reshape(batch, length, -1)
+        x = x + dense("o_proj", c.hidden_size)(h)
+
+        h = RMSNorm(c.rms_norm_eps, name="post_norm")(x)
+        h = nn.silu(dense("gate_proj", c.intermediate_size)(h)) * dense("up_proj", c.intermediate_size)(h)
+        x = x + dense("down_proj", c.hidden_size)(h)
+        x = constrain(x, self.mesh, P(BATCH))
+        return (x, cache_k, cache_v), None
+
+
+class _Head(nn.Module):
+    """The untied output projection's kernel [D, V]."""
+
+    shape: tuple[int, int]
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        return self.param("kernel", INIT, self.shape)
+
+
+class Qwen2(nn.Module):
+    """The decoder. `dtype` is the compute dtype (parameters are cast where used; softmax, norms and logits are float32).
+
+    `lora` gives the scale of the adapter that is active when a "lora" collection is passed. `remat` recomputes each layer in the
+    backward pass. `mesh` keeps activations split over the batch axes.
+    """
+
+    config: Qwen2Config
+    dtype: Any = jnp.float32
+    lora: LoRAConfig | None = None
+    remat: bool = False
+    mesh: Mesh | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        valid: jax.Array | None = None,
+        shared: KVBlock | None = None,
+        private: KVBlock | None = None,
+        write_at: jax.Array | int | None = None,
+        output: str = "logits",
+    ):
+        """Run T tokens of B rows.
+
+        Args:
+          tokens: [B, T] int32.
+          positions: [B, T] int32, RoPE positions. Default: the number of earlier columns that the token sees.
+          segment_ids: [B, T] int32, without `private` only: tokens see earlier tokens of their own segment; 0 is padding.
+          valid: [B, T] bool, False for padding (default: all). Without `private` it is the same as segments of 0 and 1.
+          shared: columns read by every row; of U rows, block row b // (B // U) by row b.
+          private: the rows' own columns. The new ones are written at [:, write_at : write_at + T], which must lie inside the block
+            (write_at is clamped otherwise); token t sees the valid columns up to write_at + t.
+          write_at: int32 scalar.
+          output: "logits" [B, T, V] float32, or "hidden" [B, T, D] after the final norm, for `unembed`.
+
+        Returns:
+          The output; with `private`, (output, the updated private block). Rows that see nothing hold finite garbage.
+        """
+        c = self.config
+        batch, length = tokens.shape
+        if output not in ("logits", "hidden"):
+            raise ValueError(f"output={output!r}: it is 'logits' or 'hidden'")
+        if "lora" in self.variables:
+            check_lora(self.variables["params"], self.variables["lora"])
+
+        seen_before = (
+            0 if shared is None else jnp.repeat(shared.valid.sum(-1, dtype=jnp.int32), batch // shared.valid.shape[0])[:, None]
+        )
+        if private is None:
+            if segment_ids is None and valid is not None:
+                segment_ids = valid.astype(jnp.int32)
+            mask = causal_mask(batch, length, segment_ids)
+            columns = None
+            seen = mask.sum(-1, dtype=jnp.int32)
+        else:
+            if write_at is None or segment_ids is not None:
+                raise ValueError("with `private`, give `write_at` and `valid`, not `segment_ids`")
+            write_at = jnp.asarray(write_at, jnp.int32)
+            new = jnp.ones((batch, length), bool) if valid is None else valid
+            columns = jax.lax.dynamic_update_slice(private.valid, new, (0, write_at))
+            time = jnp.arange(columns.shape[1])[None, :] <= write_at + jnp.arange(length)[:, None]
+            mask = columns[:, None, :] & time
+            seen = jax.lax.dynamic_slice(jnp.cumsum(columns, axis=-1, dtype=jnp.int32), (0, write_at), (batch, length))
+        if positions is None:
+            positions = jnp.maximum(seen_before + seen - 1, 0)
+        cos, sin = rope(positions, c.head_dim, c.rope_theta)
+
+        embed = Embed(c.vocab_size, c.hidden_size, self.dtype, name="embed")
+        x = constrain(embed(tokens), self.mesh, P(BATCH))
+        block = nn.remat(Block, prevent_cse=False) if self.remat else Block
+        layers = nn.scan(
+            block,
+            variable_axes={"params": 0, "lora": 0},
+            split_rngs={"params": True},
+            in_axes=(0, nn.broadcast),
+            length=c.num_layers,
+        )(c, self.dtype, self.lora, self.mesh, name="layers")
+        carry = (x, None, None) if private is None else (x, private.k, private.v)
+        per_layer = (jnp.arange(c.num_layers), *((None, None) if shared is None else (shared.k, shared.v)))
+        common = (cos, sin, mask, None if shared is None else shared.valid, write_at)
+        (x, new_k, new_v), _ = layers(carry, per_layer, common)
+        x = RMSNorm(c.rms_norm_eps, name="norm")(x)
+
+        head = None if c.tie_embeddings else _Head((c.hidden_size, c.vocab_size), name="lm_head")()
+        if output == "logits":
+            x = _project(x, embed.embedding, head)
+        return x if private is None else (x, KVBlock(new_k, new_v, columns))
+
+
+def _project(hidden: jax.Array, embedding: jax.Array, head: jax.Array | None) -> jax.Array:
+    if head is None:
+        return jnp.einsum("...d,vd->...v", hidden, embedding.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    return jnp.einsum("...d,dv->...v", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+
+
+def unembed(params: Mapping, hidden: jax.Array, config: Qwen2Config) -> jax.Array:
+    """hidden [..., D] (the model's output="hidden") -> logits [..., V] float32, exactly those of output="logits"."""
+    return _project(hidden, params["embed"]["embedding"], None if config.tie_embeddings else params["lm_head"]["kernel"])
+
+
+def abstract_params(config: Qwen2Config) -> dict:
+    """The parameter tree as float32 ShapeDtypeStructs."""
+    return jax.eval_shape(Qwen2(config).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), jnp.int32))["params"]
+
+
+def slots(config: Qwen2Config) -> dict[str, hub.Slot]:
+    """Checkpoint tensor name -> place in the parameter tree."""
+    biased = ("q_proj", "k_proj", "v_proj") if config.qkv_bias else ()
+
+    def leaves(name: str) -> tuple[str, ...]:
+        return ("scale",) if name.endswith("norm") else ("kernel", "bias") if name in biased else ("kernel",)
+
+    places = {"model.embed_tokens.weight": hub.Slot(("embed", "embedding")), "model.norm.weight": hub.Slot(("norm", "scale"))}
+    if not config.tie_embeddings:
+        places["lm_head.weight"] = hub.Slot(("lm_head", "kernel"), transpose=True)
+    return places | hub.layer_slots("qwen2", config.num_layers, leaves)
+
+
+def config_from_folder(folder: str | Path) -> Qwen2Config:
+    """The configuration of a model folder."""
+    path = Path(folder) / "config.json"
+    return Qwen2Config.from_hf(hub.read_json(path), str(path))
+
+
+def load(
+    id_or_folder: str | Path,
+    dtype: Any = jnp.float32,
+    mesh: Mesh | None = None,
+    *,
+    compute_dtype: Any = None,
+    lora: LoRAConfig | None = None,
+    remat: bool = False,
+) -> tuple[Qwen2, dict]:
+    """A model and its parameters in `dtype`, streamed onto `mesh` (None: the default device). Compute dtype: `dtype` unless given.
+
+    `id_or_folder`: as `hub.resolve`. Raises UserError for another architecture and for missing, left-over or misshapen tensors.
+    """
+    folder = hub.resolve(id_or_folder)
+    config = config_from_folder(folder)
+    sharding = None if mesh is None else lambda path, shape: param_sharding(mesh, path, shape, config.units)
+    ignored = ["*.rotary_emb.inv_freq"]
+    if config.tie_embeddings:
+        ignored.append("lm_head.weight")
+        tensors = hub.open_tensors(folder)
+        head, embedding = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
+        if head is not None and embedding is not None and not np.array_equal(head.data, embedding.data):
+            raise UserError(
+                f"{head.file}: lm_head.weight differs from the embedding though config.json says tie_word_embeddings; set it to false"
+            )
+    params = hub.read_params(folder, slots(config), abstract_params(config), np.dtype(dtype), sharding, ignored)
+    return Qwen2(config, dtype if compute_dtype is None else compute_dtype, lora, remat, mesh), params
+
+
+def save(folder: str | Path, model: Qwen2, params: Mapping, tokenizer: Any = None) -> None:
+    """Write a Hugging Face folder (config.json, generation_config.json, model.safetensors, tokenizer files); tensors keep their dtype."""
+    folder = Path(folder)
+    hub.write_params(folder / "model.safetensors", slots(model.config), params)
+    if jax.process_index():
+        return
+    config = model.config
+    ids = {
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": _one_or_list(config.eos_token_ids),
+        "pad_token_id": config.pad_token_id,
+    }
+    hub.write_text(folder / "generation_config.json", json.dumps(ids, indent=2) + "\n")
+    dtype = jnp.dtype(params["embed"]["embedding"].dtype).name
+    hub.write_text(folder / "config.json", json.dumps(config.to_hf() | {"torch_dtype": dtype}, indent=2) + "\n")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def load_tokenizer(id_or_folder: str | Path):
+    """The folder's tokenizer (a `transformers` tokenizer)."""
+    from transformers import AutoTokenizer
+
+    folder = hub.resolve(id_or_folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{folder}: no usable tokenizer ({str(error)[:200]}); fetch the folder again") from None
+
+
+def eos_ids(folder: str | Path, tokenizer: Any) -> tuple[int, ...]:
+    """Every token that ends a text, sorted: of config.json, generation_config.json and the tokenizer. UserError when there is none."""
+    folder = Path(folder)
+    found = {tokenizer.eos_token_id}
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            value = hub.read_json(folder / name).get("eos_token_id")
+            found.update(value if isinstance(value, list) else [value])
+    found.discard(None)
+    if not found:
+        raise UserError(
+            f"{folder}: no end-of-text token in config.json, generation_config.json or the tokenizer; add eos_token_id to config.json"
+        )
+    return tuple(sorted(found))
