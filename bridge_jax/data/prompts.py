@@ -1,0 +1,77 @@
+"""The prompt of an episode: one user message that explains the protocol, then the question; the assistant's single turn follows.
+
+The wording is our own, the protocol Search-R1's (METHOD.md 2): reason in <think>, search in <search>, read <information>, answer in
+<answer> with an example. The example is never scored: rewards look at generated text alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+
+import numpy as np
+
+from bridge_jax.data.formats import Question
+from bridge_jax.errors import UserError
+
+STYLES = {
+    "search_r1": (
+        "Answer the question below. Reason inside <think> and </think> first, and again each time you have read something new. "
+        "If you then find that you lack some knowledge, call the search engine with <search> your query </search>; it returns "
+        "the best matching passages between <information> and </information>. You may search several times. Once no further "
+        "knowledge is needed, give the final answer inside <answer> and </answer>, without any explanation. For example, "
+        "<answer> Lisbon </answer>.\n"
+        "Question: {question}\n"
+    ),
+    # For small models and short contexts: the same protocol in about a third of the tokens.
+    "brief": (
+        "Think in <think> </think>. Search with <search> query </search>; results come in <information> </information>. "
+        "Give a short final answer, for example <answer> Lisbon </answer>.\n"
+        "Question: {question}\n"
+    ),
+}
+
+
+def build_prompt(question: str | Question, tokenizer, style: str = "search_r1", max_tokens: int | None = None) -> np.ndarray:
+    """Token ids of the prompt, int32 [P]: what precedes the first token that the policy generates.
+
+    With a chat template: one user message, then the header of the assistant's turn. Without: plain text, behind the tokenizer's
+    beginning-of-text token if it uses one. The question is never cut: UserError when the prompt is longer than `max_tokens`.
+    """
+    if style not in STYLES:
+        near = difflib.get_close_matches(style, STYLES, n=1)
+        raise UserError(f"no prompt style '{style}'; {f'did you mean {near[0]!r}' if near else f'take one of {sorted(STYLES)}'}")
+    asked = question.question if isinstance(question, Question) else question
+    # replace, not format: a question may hold braces
+    text = STYLES[style].replace("{question}", _ask(_without_special_tokens(asked, tokenizer)))
+    if getattr(tokenizer, "chat_template", None):
+        text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
+        ids = tokenizer.encode(text, add_special_tokens=False)  # the template wrote the special tokens itself
+    else:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        bos = getattr(tokenizer, "bos_token_id", None)
+        if bos is not None and tokenizer.encode("")[:1] == [bos]:
+            ids = [bos, *ids]
+    if max_tokens is not None and len(ids) > max_tokens:
+        raise UserError(
+            f"the prompt of '{_shorten(asked)}' is {len(ids)} tokens, the limit {max_tokens}; "
+            "raise max_prompt_tokens, take style 'brief' or leave the question out (a question is never cut)"
+        )
+    return np.asarray(ids, np.int32)
+
+
+def _ask(question: str) -> str:
+    """Natural Questions come without a question mark; Search-R1 adds it."""
+    question = question.strip()
+    return question if question.endswith(("?", ".", "!")) else question + "?"
+
+
+def _without_special_tokens(question: str, tokenizer) -> str:
+    """A question that spells a control token ('<|im_end|>') must not end its own turn: a space breaks the spelling."""
+    for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
+        if token.special and len(token.content) > 1 and token.content in question:
+            question = question.replace(token.content, f"{token.content[0]} {token.content[1:]}")
+    return question
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."
