@@ -1,0 +1,131 @@
+"""What an index folder was built from, and the refusal to use it with anything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bridge_jax.errors import UserError
+
+FORMAT = 1
+FINISHED = "manifest.json"
+UNFINISHED = "building.json"
+
+# Each compared field: what it is called in a message, and how to mend a difference when opening.
+ENCODER_FIELDS = {
+    "encoder_fingerprint": ("encoder weights", "load that encoder"),
+    "pooling": ("pooling", "load the encoder with that pooling"),
+    "query_prefix": ("query prefix", "load the encoder with that prefix"),
+    "passage_prefix": ("passage prefix", "load the encoder with that prefix"),
+    "max_length": ("max length", "load the encoder with that length"),
+}
+CORPUS_FIELDS = {
+    "rows": ("number of passages", "open that corpus, with limit= for a prefix of it"),
+    "corpus_fingerprint": ("corpus content", "open that corpus"),
+}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The fields of manifest.json. `kind` is "scann" or "exact"; `scann` the searcher's parameters, None without one."""
+
+    encoder_name: str
+    encoder_fingerprint: str
+    pooling: str
+    query_prefix: str
+    passage_prefix: str
+    max_length: int
+    dim: int
+    rows: int
+    corpus_path: str
+    corpus_fingerprint: str
+    kind: str
+    scann: dict | None = None
+    versions: dict = field(default_factory=dict)
+    format: int = FORMAT
+
+    def write(self, folder: Path, name: str = FINISHED) -> None:
+        """Writes atomically: the file is there in full or not at all."""
+        temporary = folder / f"{name}.tmp"
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(dataclasses.asdict(self), file, indent=2, ensure_ascii=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, folder / name)
+
+
+def make_manifest(encoder, corpus, dim: int, kind: str) -> Manifest:
+    """The manifest an index of this corpus by this encoder gets."""
+    return Manifest(**_of_encoder(encoder), **_of_corpus(corpus), dim=dim, kind=kind, versions=_versions())
+
+
+def _of_encoder(encoder) -> dict:
+    names = ("pooling", "query_prefix", "passage_prefix", "max_length")
+    own = {name: getattr(encoder, name) for name in names}
+    return {"encoder_name": str(encoder.name), "encoder_fingerprint": encoder.fingerprint, **own}
+
+
+def _of_corpus(corpus) -> dict:
+    return {"corpus_path": str(Path(corpus.path).resolve()), "corpus_fingerprint": corpus.fingerprint, "rows": len(corpus)}
+
+
+def read(folder: Path, name: str = FINISHED) -> Manifest | None:
+    """The manifest in a folder; None when it has none. UserError when it is not one."""
+    file = folder / name
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read ({error}); rebuild the index with --force") from None
+    names = {f.name for f in dataclasses.fields(Manifest)}
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise UserError(f"{file}: is not an index manifest of format {FORMAT}; rebuild the index with --force")
+    for name in names ^ values.keys():
+        raise UserError(f"{file}: field {name!r} is {'missing' if name in names else 'unknown'}; rebuild the index with --force")
+    return Manifest(**values)
+
+
+def difference(have: Manifest, want: Manifest) -> tuple[str, str] | None:
+    """The first field in which two indexes differ in what they were built from -> (what it is, how to mend); None when in none."""
+    for name, (label, mend) in (ENCODER_FIELDS | CORPUS_FIELDS | {"dim": ("vector dimensions", "load that encoder")}).items():
+        a, b = getattr(have, name), getattr(want, name)
+        if a != b:
+            return f"{label} {_show(name, a, have)}, not {_show(name, b, want)}", mend
+    return None
+
+
+def refuse_other(folder: Path, manifest: Manifest, encoder=None, corpus=None) -> None:
+    """UserError when the index was built with another encoder, or from another corpus, than the given ones (None: not compared)."""
+    given = _of_encoder(encoder) if encoder is not None else {}
+    given |= _of_corpus(corpus) if corpus is not None else {}
+    found = difference(manifest, dataclasses.replace(manifest, **given))
+    if found:
+        what, mend = found
+        raise UserError(f"{folder}: the index was built with {what}; {mend}, or build an index for this one")
+
+
+def _show(name: str, value, manifest: Manifest) -> str:
+    if name == "encoder_fingerprint":
+        return f"{value[:12]} ({manifest.encoder_name})"
+    if name == "corpus_fingerprint":
+        return f"{value[:12]} ({manifest.corpus_path})"
+    if name == "rows":
+        return f"{value:,} ({manifest.corpus_path})"
+    return repr(value)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("bridge-jax", "jax", "numpy", "scann"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
