@@ -22,7 +22,7 @@ STYLES = {
         "<answer> Lisbon </answer>.\n"
         "Question: {question}\n"
     ),
-    # For small models and short contexts: the same protocol in about a third of the tokens.
+    # For small models and short contexts: the same protocol in under half the words.
     "brief": (
         "Think in <think> </think>. Search with <search> query </search>; results come in <information> </information>. "
         "Give a short final answer, for example <answer> Lisbon </answer>.\n"

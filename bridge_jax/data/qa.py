@@ -17,6 +17,7 @@ import importlib.util
 import json
 import logging
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -183,7 +184,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict]]:
             for number, line in enumerate(file, start=1):  # a binary file splits at b"\n" only
                 if line.strip():
                     yield number, _json_object(line, path, number)
-    except (gzip.BadGzipFile, EOFError) as error:
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise UserError(f"{path} is not a whole gzip file; download it again") from error
 
 

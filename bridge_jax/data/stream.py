@@ -25,7 +25,8 @@ PERIOD = 1000  # weights are honoured to 1 / PERIOD, exactly over each period
 
 @functools.lru_cache(maxsize=16)
 def _permutation(n: int, seed: tuple[int, ...], epoch: int) -> np.ndarray:
-    order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([*seed, epoch]))).permutation(n)
+    # The closing 1 keeps keys of different lengths apart: numpy pads them with zeros.
+    order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([*seed, epoch, 1]))).permutation(n)
     order.flags.writeable = False  # shared by the cache
     return order
 
@@ -53,7 +54,9 @@ def mixture(sources: Mapping[str, float], split: str | None = "train", limit: in
         raise UserError("the data mixture is empty; name at least one source, {'embedded/hotpotqa': 1.0}")
     parts = []
     for name in sources:
-        spec, _, own = name.partition(":")
+        spec, colon, own = name.rpartition(":")
+        if not colon or "/" in own or "\\" in own:  # no split, or the colon of a Windows drive
+            spec, own = name, ""
         parts.append(load_questions(spec, own or split, limit, **kwargs))
     return Mixture(tuple(sources), tuple(parts), tuple(float(w) for w in sources.values()))
 

@@ -17,6 +17,7 @@ import tensorflow_datasets as tfds
 
 from bridge_jax.data.cache import atomic_folder, cache_dir
 from bridge_jax.data.formats import Question
+from bridge_jax.errors import UserError
 
 SPLIT = "rows"  # one file is one split; tfds reserves "all"
 
@@ -104,7 +105,10 @@ def open_questions(path: Path, dataset: str, read: Callable[[Path, str], list[Qu
             tfds.disable_progress_bar()
             with contextlib.redirect_stdout(io.StringIO()):  # tfds announces a download; there is none
                 BridgeQa(questions, data_dir=fresh, file_format="array_record").download_and_prepare()
-    source = tfds.data_source(
-        "bridge_qa", split=SPLIT, data_dir=folder, download=False, builder_kwargs={"file_format": "array_record"}
-    )
-    return QuestionSet(source, len(source))
+    try:
+        source = tfds.data_source(
+            "bridge_qa", split=SPLIT, data_dir=folder, download=False, builder_kwargs={"file_format": "array_record"}
+        )
+        return QuestionSet(source, len(source))
+    except Exception as error:  # entries are written whole: something outside damaged this one
+        raise UserError(f"the prepared questions in {folder} are damaged; delete that folder and run again") from error
