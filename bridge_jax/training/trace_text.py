@@ -38,6 +38,10 @@ _NEXT_PLAIN = (
     "I found {title}. I still need {focus}.",
     "Now I should search for {focus}.",
 )
+_NEXT_OPEN = (
+    "Doc {doc} is about {title}. I need to know more.",
+    "I found {title}, but not yet the answer. I will search again.",
+)
 _LAST_QUOTED = (
     "{title}: {snippet}. So the answer is {answer}.",
     "Doc {doc} says: {snippet}. The answer is {answer}.",
@@ -51,12 +55,13 @@ _LAST_PLAIN = ("So the answer is {answer}.", "From the documents, the answer is 
 
 
 def words(text: str) -> list[str]:
-    return _WORD.findall(text)
+    """Words in their order; a possessive 's is not part of its word."""
+    return [re.sub(r"['’]s$", "", word) for word in _WORD.findall(text)]
 
 
 def clean(text: str) -> str:
-    """One line without angle brackets: it can hold no protocol tag."""
-    return " ".join(text.replace("<", " ").replace(">", " ").split())
+    """One line without angle brackets (it can hold no protocol tag) and without a doubled full stop."""
+    return re.sub(r"(?<!\.)\.\.(?!\.)", ".", " ".join(text.replace("<", " ").replace(">", " ").split()))
 
 
 def keywords(question: str, limit: int = 8, leave_out: str = "") -> str:
@@ -67,20 +72,20 @@ def keywords(question: str, limit: int = 8, leave_out: str = "") -> str:
 
 
 def seen_part(title: str, seen: str) -> str:
-    """The longest run of the title's words that occurs in `seen` (case aside), or "" when that is only small words.
+    """The longest run of the title's words that occurs in `seen`, or "" when that names nothing.
 
-    A title's parenthesis ("Lilu (mythology)") does not count as part of its name.
+    The whole title may differ in case; a part of it must be spelt alike and hold a capitalised word ("Farnsworth", not "Song" for
+    "song"). A title's parenthesis ("Lilu (mythology)") does not count as part of its name.
     """
     name = words(re.sub(r"\s*\([^)]*\)\s*$", "", title))
-    text = f" {' '.join(words(seen)).lower()} "
-    for length in range(len(name), 0, -1):
+    text = f" {' '.join(words(seen))} "
+    if name and f" {' '.join(name).lower()} " in text.lower():
+        return " ".join(name)
+    for length in range(len(name) - 1, 0, -1):
         for start in range(len(name) - length + 1):
             run = name[start : start + length]
-            # A lone word of a longer title is a link only when it is a name ("Farnsworth"), not a common noun of the title.
-            telling = [
-                word for word in run if word.lower() not in _SMALL and len(word) > 2 and (length == len(name) or word[0].isupper())
-            ]
-            if telling and f" {' '.join(run).lower()} " in text:
+            named = any(word[0].isupper() and len(word) > 2 and word.lower() not in _SMALL for word in run)
+            if named and f" {' '.join(run)} " in text:
                 return " ".join(run)
     return ""
 
@@ -119,23 +124,22 @@ def first_query(question: str, title: str, rng: random.Random) -> tuple[str, str
     return query, clean(part or keywords(question, 5) or plain)
 
 
-def next_query(question: str, title: str, seen: str, before: Sequence[str], rng: random.Random) -> tuple[str, str]:
-    """-> (query, focus) of a later search: the next title as far as it has been read, else words of the question and a shown title.
+def next_query(question: str, title: str, seen: str, before: Sequence[str], known: str, rng: random.Random) -> tuple[str, str]:
+    """-> (query, focus or "") of a later search: the next title as far as it has been read, else words of the question and a title.
 
     Args:
-      seen: question and shown passages, as shown.
-      before: queries of this trace so far (not repeated) and titles already found.
+      title: of the passage wanted next.
+      seen: the question and all that has been shown so far.
+      before: the queries of this trace so far (not repeated).
+      known: a title shown in the last observation.
     """
     part = seen_part(title, seen)
-    rest = keywords(question, 5, leave_out=part)
-    if part:
-        options = [part, part, f"{part} {rest}".strip()]
-    else:
-        options = [f"{known} {rest}".strip() for known in before[-1:]] + [keywords(question), clean(question).rstrip(" ?.!")]
+    rest = keywords(question, 5, leave_out=part or known)
+    unnamed = [f"{known} {rest}", keywords(question), clean(question).rstrip(" ?.!")]
+    options = [part, part, f"{part} {rest}"] if part else unnamed
     used = {query.lower() for query in before}
-    fresh = [option for option in options if option and clean(option).lower() not in used] or [f"{part} {rest}".strip()]
-    query = clean(rng.choice(fresh))
-    return query, clean(part or query)
+    options = [option for option in (clean(option) for option in options) if option and option.lower() not in used]
+    return rng.choice(options or [clean(f"{known} {part} {rest}")]), clean(part)
 
 
 def find_answer(text: str, golds: Sequence[str]) -> str | None:
@@ -164,9 +168,10 @@ def snippet(text: str, target: str, shown: str, limit: int) -> str:
 
 
 def opening(text: str, shown: str, limit: int) -> str:
-    """The first `limit` words of a passage, as far as `shown` has them."""
-    quote = clean(" ".join(text.split()[:limit])).rstrip(" .,;:")
-    return quote if quote and quote in " ".join(shown.split()) else ""
+    """How a passage begins, its parentheses left out, in at most `limit` words, all of which must have been shown; else ""."""
+    sentence = re.split(r"(?<=[.!?])\s+(?=[A-Z])", re.sub(r"\s*\([^()]*\)", "", text))[0]
+    quote = clean(" ".join(sentence.split()[:limit])).rstrip(" .,;:(")
+    return quote if set(words(quote)) <= set(words(shown)) else ""
 
 
 def first_thought(focus: str, rng: random.Random) -> str:
@@ -174,23 +179,28 @@ def first_thought(focus: str, rng: random.Random) -> str:
 
 
 def next_thought(passage: Passage, doc: int | None, shown: str, focus: str, limit: int, rng: random.Random) -> str:
-    """Between two searches. `doc`: the number under which `passage` was shown, None when it was not."""
+    """Between two searches. `doc`: the number under which `passage` was shown, None when it was not. `limit`: words quoted."""
+    quote = snippet(passage.text, focus, shown, limit) if focus and doc else ""
     if doc is None:
-        return _NEXT_PLAIN[-1].format(focus=focus)
-    quote = snippet(passage.text, focus, shown, limit)
-    template = rng.choice(_NEXT_QUOTED if quote else _NEXT_PLAIN)
+        template = "I need to search again."
+    elif not focus:
+        template = rng.choice(_NEXT_OPEN)
+    else:
+        template = rng.choice(_NEXT_QUOTED if quote else _NEXT_PLAIN)
     return clean(template.format(title=passage.title, doc=doc, snippet=quote, focus=focus))
 
 
-def last_thought(found: Sequence[tuple[Passage, int]], answer: str, shown: str, limit: int, rng: random.Random) -> str:
-    """Before the answer. `found`: the gold passages that were shown, with their numbers, latest last."""
-    plain = clean(rng.choice(_LAST_PLAIN).format(answer=answer))
-    if answer.lower() in YES_NO:
-        quotes = [opening(passage.text, shown, limit // 2) for passage, _ in found[:2]]
-        if len(quotes) == 2 and all(quotes):
+def last_thought(
+    question: str, found: Sequence[tuple[Passage, int]], answer: str, shown: str, limit: int, rng: random.Random
+) -> str:
+    """Before the answer. `found`: the gold passages that were shown, with their numbers, in order. `limit`: words quoted."""
+    comparison = answer.lower() in YES_NO or find_answer(question, [answer])
+    if comparison and len(found) > 1:
+        quotes = [opening(passage.text, shown, limit) for passage, _ in found[:2]]
+        if limit >= 5 and all(quotes):
             return clean(rng.choice(_LAST_BOTH).format(first=quotes[0], second=quotes[1], answer=answer))
-        return plain
-    for passage, doc in reversed(found):
-        if quote := snippet(passage.text, answer, shown, limit):
-            return clean(rng.choice(_LAST_QUOTED).format(title=passage.title, doc=doc, snippet=quote, answer=answer))
-    return plain
+    elif not comparison:
+        for passage, doc in reversed(found):
+            if quote := snippet(passage.text, answer, shown, limit):
+                return clean(rng.choice(_LAST_QUOTED).format(title=passage.title, doc=doc, snippet=quote, answer=answer))
+    return clean(rng.choice(_LAST_PLAIN).format(answer=answer))

@@ -1,0 +1,63 @@
+"""What `evaluate` and `ask` share: flags for a run's workdir, whose own config.json serves when --config is left out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from bridge_jax import config as configuration
+from bridge_jax.errors import UserError
+
+CHECKPOINTS = ("best", "latest", "start")
+
+get_config = configuration.default  # this file is the config file that a workdir's config.json overrides
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workdir", required=True, type=Path, metavar="FOLDER", help="the run's folder")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="a config file, such as configs/pocket.py (default: what the run wrote into its workdir); single fields are "
+        "overridden with --config.group.field=value",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        choices=CHECKPOINTS,
+        default="best",
+        help="best: by the run's own evaluations; latest; start: before the first step of RL (default: best)",
+    )
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, ConfigDict]:
+    """As `config.parse_args`, with --config optional.
+
+    Raises:
+      UserError: as there; also when neither --config nor a readable <workdir>/config.json is there.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args, _ = parser.parse_known_args(argv)
+    if args.config is None:
+        argv = [f"--config={__file__}", *(f"--config.{name}={text}" for name, text in workdir_fields(args.workdir).items()), *argv]
+    return configuration.parse_args(parser, argv)
+
+
+def workdir_fields(workdir: Path) -> dict[str, str]:
+    """The configuration that a run wrote into its folder, as {"group.field": text of an override}."""
+    path = Path(workdir) / "config.json"
+    if not path.is_file():
+        raise UserError(f"{path} does not exist: give a run's --workdir, or a --config")
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8")).items()
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{path} is not a run's configuration ({error}): give a --config") from error
+    return {name: value if isinstance(value, str) else repr(_tuple(value)) for name, value in fields}
+
+
+def _tuple(value):
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,108 @@
+"""Greedy evaluation on data sets: the rollout engine of training, one sample a question, temperature 0."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from bridge_jax.data import embedded
+from bridge_jax.data.formats import canonical_name
+from bridge_jax.data.prompts import build_prompt
+from bridge_jax.data.qa import Question, load_questions
+from bridge_jax.errors import UserError
+from bridge_jax.evaluation import aggregate
+from bridge_jax.retrieval.progress import track
+from bridge_jax.rollout.episodes import RolloutEngine
+from bridge_jax.training.assets import Assets
+
+
+def evaluation_engine(assets: Assets) -> RolloutEngine:
+    """The run's engine with as many questions in flight as training has rollouts. Keep it for the next evaluation: it compiles once."""
+    config = assets.engine.config
+    wide = dataclasses.replace(config, batch_groups=config.batch_groups * assets.config.grpo.group_size)
+    return RolloutEngine(assets.policy, assets.tokenizer, assets.eos_ids, wide, assets.retriever)
+
+
+def evaluate_sets(
+    assets: Assets,
+    policy_variables: dict,
+    sets: Mapping[str, Sequence[Question]],
+    *,
+    retriever_lora=None,
+    seed: int = 0,
+    progress: bool = True,
+    engine: RolloutEngine | None = None,
+) -> dict:
+    """Answer every question greedily and score.
+
+    Args:
+      policy_variables: {"params": .. [, "lora": ..]}.
+      sets: name -> questions.
+      seed: of the bootstrap intervals (greedy decoding draws nothing).
+      engine: from `evaluation_engine`, to be used again; None makes one.
+
+    Returns:
+      {"datasets": {name: metrics}, "averages": {"multi_hop", "overall"}, "predictions": {name: [record a question]}, "k",
+      "seconds"}; the metrics are those of `aggregate.summarise`.
+    """
+    engine = engine or evaluation_engine(assets)
+    k, began = engine.candidates, time.monotonic()
+    records: dict[str, list[dict]] = {}
+    for name, questions in sets.items():
+        show = track(f"evaluating {name}", len(questions), "questions") if progress else contextlib.nullcontext(lambda n: None)
+        rows = records[name] = []
+        with show as advance:
+            for at in range(0, len(questions), engine.config.batch_groups):
+                part = questions[at : at + engine.config.batch_groups]
+                prompts = [build_prompt(question, assets.tokenizer, assets.config.rollout.prompt) for question in part]
+                episodes, _ = engine.run(
+                    policy_variables,
+                    part,
+                    prompts=prompts,
+                    group_size=1,
+                    key=jax.random.key(seed),
+                    temperature=0.0,
+                    retriever_lora=retriever_lora,
+                )
+                rows += [aggregate.record(episode, assets.corpus, k) for episode in episodes]
+                advance(len(part))
+    return {
+        "datasets": {name: aggregate.summarise(rows, k, seed) for name, rows in records.items()},
+        "averages": aggregate.averages(records, k, seed),
+        "predictions": records,
+        "k": k,
+        "seconds": time.monotonic() - began,
+    }
+
+
+def load_sets(config, specs: Sequence[str] = (), split: str | None = None, limit: int | None = None) -> dict[str, list[Question]]:
+    """The evaluation questions by data set; a file that holds several sets becomes several entries.
+
+    Args:
+      specs: () = `config.data.eval`; a bare name stands for that set's source in the config, or in the embedded corpus.
+      split, limit: None = `config.data.eval_split`, `config.data.eval_limit`; limit 0 = all. The limit counts per source.
+    """
+    split = config.data.eval_split if split is None else split
+    limit = config.data.eval_limit if limit is None else limit
+    sets: dict[str, list[Question]] = {}
+    for spec in [_source(config, spec) for spec in specs] or config.data.eval:
+        questions = load_questions(spec, split or None, limit=limit or None)
+        names = dict.fromkeys(question.dataset for question in questions)
+        for name in names:
+            entry = spec if name in sets else name
+            if entry in sets:
+                raise UserError(f"data set {spec} is named twice; name each once")
+            sets[entry] = [question for question in questions if question.dataset == name]
+    return sets
+
+
+def _source(config, name: str) -> str:
+    wanted = canonical_name(name)
+    for spec in (*config.data.eval, *config.data.train):
+        if canonical_name(spec.split("/")[-1]) == wanted and spec.startswith("embedded/"):
+            return spec
+    return f"embedded/{wanted}" if config.index.corpus == "embedded" and wanted in embedded.SETS else name
