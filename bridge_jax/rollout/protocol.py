@@ -1,0 +1,189 @@
+"""The text protocol of a rollout: tags, actions, observations (METHOD.md 2).
+
+One generation ends at its **first** closing tag, ``</search>`` or ``</answer>``. The token that completes the tag is kept exactly
+as it was sampled, even when it carries text behind the tag (``">\\n"`` may be one token): token ids are never rebuilt from
+text. That trailing text is cut only where text is *read*: `cut`, `parse` and the trace. The same rule holds in training,
+evaluation and the demo, because all three run `bridge_jax.rollout.episodes`.
+
+Actions of a generation, and what follows (`S` = searches allowed, so at most `S + 1` generations):
+
+=========================================================  ==========================================================
+closed by ``</search>`` with a query, generations left      the search runs; its passages are the observation
+``</search>`` with an empty query                           corrective observation `EMPTY_QUERY`
+closing tag without its opening tag, or end of text         corrective observation `MALFORMED`
+without a closing tag
+the same in the last generation                             the rollout ends without an answer
+``</search>`` in the last generation (search `S + 1`)       ends; `NO_SEARCHES_LEFT` is the last word of the trace
+``</answer>`` with its opening tag                          ends, answered
+=========================================================  ==========================================================
+
+A corrective observation uses up one generation, so every rollout ends. Text between ``<information>`` tags comes from the corpus
+and is untrusted: `inert` rewrites anything that looks like a protocol tag, and `encode_untrusted` keeps the tokenizer's special
+tokens out.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+SEARCH_OPEN, SEARCH_CLOSE = "<search>", "</search>"
+ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
+INFORMATION_OPEN, INFORMATION_CLOSE = "<information>", "</information>"
+STOP_STRINGS = (SEARCH_CLOSE, ANSWER_CLOSE)
+
+EMPTY_QUERY = "The query was empty. Search again or answer."
+MALFORMED = "No valid action. Search or answer."
+NO_SEARCHES_LEFT = "No searches left."
+
+# Wider than the exact tags on purpose: "< / Answer >" reads as a tag to a language model too.
+_TAG_LIKE = re.compile(r"<(\s*/?\s*(?:think|search|information|answer)\b[^<>]*)>", re.IGNORECASE)
+
+
+class PassageLike(Protocol):
+    """What a corpus row must offer (`bridge_jax.retrieval.corpus.Passage`)."""
+
+    id: str
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Action:
+    """What a generation asks for. `content` is the query or the answer, white space collapsed; "" where there is none."""
+
+    kind: Literal["search", "answer", "empty_query", "malformed"]
+    content: str = ""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """An environment text as tokens [O] int32, and what the token budget did to it."""
+
+    tokens: np.ndarray
+    shown: int = 0  # passages shown, in whole or in part
+    dropped: int = 0  # passages left out whole
+    cut: int = 0  # passages of which only the beginning is shown
+
+
+def cut(text: str) -> str:
+    """The text up to and including its first closing tag (all of it when there is none)."""
+    ends = [at + len(tag) for tag in STOP_STRINGS if (at := text.find(tag)) >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def parse(text: str) -> Action:
+    """The action of one generation: its first closing tag, and the last opening tag of the same kind before it."""
+    text = cut(text)
+    for kind, opening, closing in (("search", SEARCH_OPEN, SEARCH_CLOSE), ("answer", ANSWER_OPEN, ANSWER_CLOSE)):
+        if text.endswith(closing):
+            _, opened, content = text[: -len(closing)].rpartition(opening)
+            content = " ".join(content.split())
+            if not opened:
+                return Action("malformed")
+            return Action("empty_query") if kind == "search" and not content else Action(kind, content)
+    return Action("malformed")
+
+
+def inert(text: str) -> str:
+    """`text` with every protocol tag, however spaced or cased, in parentheses instead of angle brackets."""
+    if not text.isascii() and _TAG_LIKE.search(normal := unicodedata.normalize("NFKC", text)):
+        text = normal  # full-width brackets, which some tokenizers would fold into real ones
+    while _TAG_LIKE.search(text):  # a replaced tag may have stood inside another one
+        text = _TAG_LIKE.sub(r"(\1)", text)
+    return text
+
+
+def render_document(number: int, passage: PassageLike) -> str:
+    """``Doc 1(Title: ...) text`` on one line, inert. Line breaks go: a passage must not start a document of its own."""
+    return inert(" ".join(f"Doc {number}(Title: {passage.title}) {passage.text}".split()))
+
+
+def render_information(passages: Sequence[PassageLike]) -> str:
+    """The uncut observation text of these passages, as the policy reads it."""
+    documents = "\n".join(render_document(n, passage) for n, passage in enumerate(passages, start=1))
+    return f"\n\n{INFORMATION_OPEN}{documents}{INFORMATION_CLOSE}\n\n"
+
+
+def encode(tokenizer, text: str) -> list[int]:
+    """Token ids of trusted text, nothing added."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@functools.lru_cache(maxsize=8)
+def _special_tokens(tokenizer) -> tuple[frozenset[int], tuple[str, ...]]:
+    """(ids that text must never turn into, their literal spellings, longest first)."""
+    spelled = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    spelled |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens))
+    # An unknown word is <unk> by right; only the literal spelling of <unk> is rewritten.
+    return frozenset(spelled) - {tokenizer.unk_token_id}, tuple(sorted(set(spelled.values()), key=len, reverse=True))
+
+
+def encode_untrusted(tokenizer, text: str) -> list[int]:
+    """Token ids of text from outside: a spelled-out special token (``<|im_end|>``) becomes ordinary text, never its id."""
+    forbidden, spellings = _special_tokens(tokenizer)
+    for spelling in spellings:
+        if spelling in text:
+            harmless = spelling.replace("<", "(").replace(">", ")")
+            text = text.replace(spelling, harmless if harmless != spelling else f"{spelling[:1]} {spelling[1:]}")
+    return [token for token in encode(tokenizer, text) if token not in forbidden]
+
+
+def render_observation(
+    passages: Sequence[PassageLike], tokenizer, max_tokens: int, max_passage_tokens: int | None = None
+) -> Observation:
+    """``\\n\\n<information>Doc 1(Title: ...) text\\nDoc 2(...) ...</information>\\n\\n`` in at most `max_tokens` tokens.
+
+    The frame and each document are tokenised apart, so a document has the same tokens whatever its neighbours, and cuts fall
+    between documents: the last passages are dropped whole; only a first passage that does not fit alone is cut, at its end. The
+    closing tag is always kept. `max_passage_tokens` shows no more than the beginning of each passage (None or 0: no limit of
+    its own).
+    """
+    opening, closing = _frame(tokenizer)
+    body: list[int] = []
+    shown = cuts = 0
+    for number, passage in enumerate(passages, start=1):
+        document = encode_untrusted(tokenizer, ("\n" if number > 1 else "") + render_document(number, passage))
+        room = max_tokens - len(opening) - len(body) - len(closing)
+        limit = min(len(document), max_passage_tokens or len(document))
+        if limit > room and (shown or room <= 0):
+            break
+        keep = min(limit, room)
+        body += document[:keep]
+        shown += 1
+        cuts += keep < len(document)
+    return Observation(np.asarray([*opening, *body, *closing], np.int32), shown, len(passages) - shown, cuts)
+
+
+def render_corrective(message: str, tokenizer) -> Observation:
+    """A short message of the environment in the frame of an observation."""
+    opening, closing = _frame(tokenizer)
+    return Observation(np.asarray([*opening, *encode(tokenizer, message), *closing], np.int32))
+
+
+def _frame(tokenizer) -> tuple[list[int], list[int]]:
+    return encode(tokenizer, f"\n\n{INFORMATION_OPEN}"), encode(tokenizer, f"{INFORMATION_CLOSE}\n\n")
+
+
+def least_observation_tokens(tokenizer) -> int:
+    """The smallest sensible observation budget: every corrective message and one passage's beginning fit."""
+    corrective = max(len(render_corrective(message, tokenizer).tokens) for message in (EMPTY_QUERY, MALFORMED))
+    return max(corrective, sum(map(len, _frame(tokenizer))) + 8)
+
+
+def document_tokens(passage: PassageLike, tokenizer, max_tokens: int | None = None) -> np.ndarray:
+    """``<information>Doc 1(Title: ...) text</information>`` as tokens [T] int32, T <= max_tokens, cut at the document's end.
+
+    The text document scoring conditions on (METHOD.md 3), token for token what a rollout shows as its first document.
+    """
+    opening, closing = encode(tokenizer, INFORMATION_OPEN), encode(tokenizer, INFORMATION_CLOSE)
+    document = encode_untrusted(tokenizer, render_document(1, passage))
+    if max_tokens is not None:
+        document = document[: max(0, max_tokens - len(opening) - len(closing))]
+    return np.asarray([*opening, *document, *closing], np.int32)

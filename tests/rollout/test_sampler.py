@@ -1,0 +1,157 @@
+"""Device programs: drawing, keys, the two-block cache, compaction; against closed forms and one plain forward pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rollout_tiny as tiny
+
+from bridge_jax.rollout import sampler as device
+from bridge_jax.rollout.stopping import stop_table
+
+TOKENIZER = tiny.word_tokenizer()
+V = len(TOKENIZER) + 3  # padded beyond the tokenizer
+
+
+def make_sampler(**fields):
+    model, variables = tiny.tiny_model(V, **fields)
+    return device.Sampler(model, stop_table(TOKENIZER, V), [1, 2]), model, variables
+
+
+def prefilled(sampler, variables, prompts, group_size, left, capacity=64):
+    width = 8
+    tokens = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in zip(tokens, prompts):
+        row[: len(prompt)] = prompt
+    ids = np.arange(len(prompts) * group_size, dtype=np.int32)
+    lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
+    return sampler.prefill(variables, tokens, lengths, ids, np.full(len(ids), left, np.int32), capacity=capacity)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 5, 64, 1000])
+def test_draw_inverts_the_cumulative_distribution(vocab):
+    """Every id is drawn for exactly its share of [0, 1)."""
+    logits = 3 * jax.random.normal(jax.random.key(vocab), (vocab,))
+    grid = (jnp.arange(8192) + 0.5) / 8192
+    ids = np.asarray(device.draw(jnp.broadcast_to(logits, (8192, vocab)), grid))
+    assert ((ids >= 0) & (ids < vocab)).all()
+    assert (np.diff(ids) >= 0).all()
+    share = np.bincount(ids, minlength=vocab) / 8192
+    np.testing.assert_allclose(share, jax.nn.softmax(logits), atol=1.1 / 8192)
+
+
+def test_draw_never_takes_an_impossible_id():
+    logits = jnp.full((3, 300), -jnp.inf).at[:, 17].set(0.0).at[:, 250].set(-20.0)
+    ids = device.draw(logits, jnp.asarray([0.0, 0.5, 1 - 2**-24]))
+    assert set(np.asarray(ids).tolist()) <= {17, 250}
+
+
+def test_pick_records_the_untempered_log_prob_and_draws_from_the_tempered_one():
+    logits = jnp.tile(2 * jax.random.normal(jax.random.key(0), (1, 11)), (20_000, 1))
+    samples, position = jnp.arange(20_000), jnp.full(20_000, 5)
+    for temperature in (1.0, 0.5):
+        token, logp = device.pick(logits, jax.random.key(1), samples, position, jnp.float32(temperature))
+        np.testing.assert_allclose(logp, jax.nn.log_softmax(logits[0])[token], atol=1e-5)
+        share = np.bincount(np.asarray(token), minlength=11) / 20_000
+        np.testing.assert_allclose(share, jax.nn.softmax(logits[0] / temperature), atol=0.015)
+    token, logp = device.pick(logits, jax.random.key(1), samples, position, jnp.float32(0.0))
+    assert (token == logits[0].argmax()).all()
+    np.testing.assert_allclose(logp, jax.nn.log_softmax(logits[0]).max(), atol=1e-5)
+
+
+def test_a_row_depends_on_its_key_sample_and_position_only():
+    logits = jax.random.normal(jax.random.key(0), (6, 50))
+    samples, positions = jnp.arange(6) + 3, jnp.asarray([1, 2, 3, 4, 5, 6])
+    token, _ = device.pick(logits, jax.random.key(1), samples, positions, jnp.float32(1))
+    order = jnp.asarray([4, 0, 2])
+    some, _ = device.pick(logits[order], jax.random.key(1), samples[order], positions[order], jnp.float32(1))
+    assert (some == token[order]).all()
+    same = jnp.zeros((200, 50))
+    token, _ = device.pick(same, jax.random.key(1), jnp.zeros(200, int), jnp.arange(200), jnp.float32(1))
+    assert len(set(np.asarray(token).tolist())) > 30  # another position, another draw
+    token, _ = device.pick(same, jax.random.key(1), jnp.arange(200), jnp.zeros(200, int), jnp.float32(1))
+    assert len(set(np.asarray(token).tolist())) > 30
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_greedy_tokens_and_log_probs_equal_a_plain_forward(tied):
+    sampler, model, variables = make_sampler(tie_embeddings=tied)
+    forward = jax.jit(lambda ids: model.apply(variables, ids))
+    prompts = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 10]]
+    state = prefilled(sampler, variables, prompts, 2, left=12)
+    state, tokens, logps, counts = sampler.decode_chunk(variables, state, jax.random.key(0), 0.0, steps=16)
+    assert (state.reason != device.RUNNING).all()
+    for row in range(4):
+        prompt, written = prompts[row // 2], tokens[row, : counts[row]].tolist()
+        ids = np.zeros((1, 24), np.int32)
+        ids[0, : len(prompt) + len(written)] = prompt + written
+        logits = forward(ids)[0, len(prompt) - 1 :][: len(written)]  # causal: what stands behind does not matter
+        assert logits.argmax(-1).tolist() == written
+        np.testing.assert_allclose(logps[row, : len(written)], jax.nn.log_softmax(logits).max(-1), atol=1e-5)
+
+
+def test_chunks_and_stops():
+    """Rows stop at tags, at either EOS id or at their limit; chunking changes nothing; stopped rows write nothing more."""
+    sampler, _, variables = make_sampler()
+    prompts = [[5, 6, 7], [9, 8]]
+    results = []
+    for steps in (4, 40):
+        state = prefilled(sampler, variables, prompts, 16, left=30)
+        ids = [[] for _ in range(32)]
+        while (state.reason == device.RUNNING).any():
+            state, tokens, _, counts = sampler.decode_chunk(variables, state, jax.random.key(3), 1.0, steps=steps)
+            for row in range(32):
+                ids[row] += tokens[row, : counts[row]].tolist()
+        results.append((ids, state.reason.tolist()))
+        assert int(state.column) == max(map(len, ids))
+        assert int(state.forwarded) == sum(map(len, prompts)) + sum(map(len, ids))
+        assert state.private.valid.sum(1).tolist() == [len(row) for row in ids]
+    assert results[0] == results[1]
+    search, answer = TOKENIZER.convert_tokens_to_ids(["</search>", "</answer>"])
+    seen = set()
+    for row, reason in zip(*results[0]):
+        seen.add(reason)
+        stops = {search: device.SEARCH, answer: device.ANSWER, 1: device.EOS, 2: device.EOS}
+        assert not set(row[:-1]) & set(stops)
+        assert reason == stops.get(row[-1], device.LIMIT)
+        assert reason != device.LIMIT or len(row) == 30
+    assert seen == {device.SEARCH, device.ANSWER, device.EOS, device.LIMIT}
+
+
+def test_append_and_compact_equal_one_plain_forward():
+    """Rows with observations of several lengths, some idle; compaction in between; hidden states against a cache-free forward."""
+    sampler, model, variables = make_sampler()
+    prompts = [[5, 6, 7], [9, 8, 7, 6, 5]]
+    state = prefilled(sampler, variables, prompts, 2, left=3)
+    state, tokens, _, counts = sampler.decode_chunk(variables, state, jax.random.key(3), 1.0, steps=3)
+    ids = [prompts[row // 2] + tokens[row, : counts[row]].tolist() for row in range(4)]
+    for block, compact in (([[4, 5, 6, 7], [], [8], [9, 10]], True), ([[3], [], [6, 7, 8], [4, 4, 4, 4]], False)):
+        observation, lengths = np.zeros((4, 4), np.int32), np.asarray([len(row) for row in block], np.int32)
+        for row, observed in enumerate(block):
+            observation[row, : len(observed)] = observed
+            ids[row] += observed
+        state = sampler.append(variables, state, observation, lengths, np.where(lengths > 0, 5, 0).astype(np.int32))
+        assert state.reason.tolist() == [device.RUNNING if n else device.IDLE for n in lengths]
+        if compact:
+            before = int(state.column)
+            state = sampler.compact(state, np.asarray([True, False, True, True]))
+            own = [len(ids[row]) - len(prompts[row // 2]) for row in (0, 2, 3)]
+            assert int(state.column) == max(own) <= before
+            assert state.private.valid.sum(1).tolist() == [own[0], 0, own[1], own[2]]
+    forward = jax.jit(lambda ids: model.apply(variables, ids, output="hidden"))
+    for row in (0, 2, 3):
+        hidden = forward(np.asarray([ids[row] + [0] * (24 - len(ids[row]))], np.int32))[0, len(ids[row]) - 1]
+        np.testing.assert_allclose(state.hidden[row], hidden, atol=1e-5)
+        assert int(state.position[row]) == len(ids[row])
+
+
+def test_nothing_compiles_twice():
+    sampler, _, variables = make_sampler()
+    for _ in range(2):
+        state = prefilled(sampler, variables, [[5, 6]], 2, left=3)
+        for temperature in (0.0, 1.0):
+            state, *_ = sampler.decode_chunk(variables, state, jax.random.key(0), temperature, steps=4)
+        state = sampler.append(variables, state, np.ones((2, 4), np.int32), np.ones(2, np.int32), np.ones(2, np.int32))
+        state = sampler.compact(state, np.ones(2, bool))
+        count = sampler.compilations()
+    assert count == 4
