@@ -49,9 +49,7 @@ def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, devices: Sequence[
         known = math.prod(size for size in sizes if size != -1)
         sizes[sizes.index(-1)] = len(devices) // known
     if math.prod(sizes) != len(devices):
-        raise UserError(
-            f"mesh data={data} fsdp={fsdp} tensor={tensor} does not fill {len(devices)} devices; change one of the sizes or set it to -1"
-        )
+        raise UserError(f"mesh data={data} fsdp={fsdp} tensor={tensor} does not fill {len(devices)} devices; set one size to -1")
     return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 

@@ -1,8 +1,8 @@
 """Hugging Face folders: finding them, streaming safetensors into a parameter tree, and writing them.
 
-Tensors are read through memory maps, each in its own dtype, and only the part a device needs is copied: a model larger than the host's
-memory can be placed on a mesh. No torch. Format: https://github.com/huggingface/safetensors (8-byte little-endian header length, JSON
-header name -> dtype, shape, byte offsets, then the data).
+Tensors are read through memory maps, each in its own dtype, and only the part a device needs is copied: a model larger than the
+host's memory can be placed on a mesh. No torch. Format: https://github.com/huggingface/safetensors (8-byte little-endian header
+length, JSON header name -> dtype, shape, byte offsets, then the data).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def resolve(id_or_folder: str | Path) -> Path:
-    """A local folder for a folder, a pocket model's name, or a hub id (downloaded into the hub's cache). UserError when there is none."""
+    """A local folder, for a folder, a pocket model's name, or a hub id (downloaded into the hub's cache); else UserError."""
     from bridge_jax.models import pocket_models  # here, because it writes its folders with this module
 
     name = str(id_or_folder)
@@ -236,12 +236,11 @@ def read_params(
         for tensor, transpose in sources.values():
             found, want = tensor.shape[::-1] if transpose else tensor.shape, shape[1:] if stacked else shape
             if found != want:
-                raise UserError(
-                    f"{tensor.file}: tensor {tensor.name} has shape {tensor.shape}, config.json asks for {want[::-1] if transpose else want}"
-                )
+                want = want[::-1] if transpose else want
+                raise UserError(f"{tensor.file}: tensor {tensor.name} has shape {tensor.shape}, config.json asks for {want}")
             if tensor.dtype.kind not in "fV":  # ml_dtypes' bfloat16 is of kind V
                 raise UserError(
-                    f"{tensor.file}: tensor {tensor.name} has dtype {tensor.dtype}, not floating point; quantised weights are not read"
+                    f"{tensor.file}: tensor {tensor.name} is {tensor.dtype}, not floating point; give unquantised weights"
                 )
 
         def block(index: tuple[slice, ...]) -> np.ndarray:

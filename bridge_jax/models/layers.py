@@ -1,4 +1,4 @@
-"""Layers shared by the decoder and the encoder. Parameters are float32 at initialisation and cast to `dtype` where they are used."""
+"""Layers shared by the decoder and the encoder. Parameters are float32 at initialisation and cast to `dtype` where used."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ INIT = nn.initializers.normal(0.02)
 class Dense(nn.Module):
     """x [..., in] -> [..., features]: x @ kernel (+ bias), plus the low-rank adapter (x @ a) @ b * alpha / rank.
 
-    The adapter acts exactly when the "lora" collection passed to `apply` holds "a" [in, r] and "b" [r, out] for this module; without
-    it this is the base layer, bit for bit.
+    The adapter acts exactly when the "lora" collection passed to `apply` holds "a" [in, r] and "b" [r, out] for this module;
+    without it this is the base layer, bit for bit.
     """
 
     features: int

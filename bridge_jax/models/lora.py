@@ -187,7 +187,6 @@ def load_peft(folder: str | Path) -> tuple[dict, LoRAConfig]:
             flat[module_path] = factors
     extra = sorted(set(tensors) - used)
     if extra or not flat:
-        raise UserError(
-            f"{path}: tensor {extra[0] if extra else '(none)'} belongs to no known layer; only LoRA of Qwen2, Llama and BERT layers is read"
-        )
+        name = extra[0] if extra else "(none)"
+        raise UserError(f"{path}: tensor {name} belongs to no known layer; only LoRA of Qwen2, Llama and BERT layers is read")
     return _nest(flat), LoRAConfig(int(settings["r"]), float(settings["lora_alpha"]), tuple(sorted(p[-1] for p in flat)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,6 @@ class Qwen2Config:
                 raise UserError(f"{where}: {name} = {value} is not supported; give a checkpoint without it")
         try:
             heads = hf["num_attention_heads"]
-            eos = hf.get("eos_token_id")
             return cls(
                 vocab_size=hf["vocab_size"],
                 hidden_size=hf["hidden_size"],
@@ -97,7 +96,7 @@ class Qwen2Config:
                 model_type=kind,
                 max_positions=hf.get("max_position_embeddings", 32768),
                 bos_token_id=hf.get("bos_token_id"),
-                eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,),
+                eos_token_ids=_ids(hf.get("eos_token_id")),
                 pad_token_id=hf.get("pad_token_id"),
             )
         except KeyError as error:
@@ -127,6 +126,10 @@ class Qwen2Config:
         if self.model_type == "llama":
             hf |= {"attention_bias": False, "mlp_bias": False}
         return hf
+
+
+def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+    return () if value is None else tuple(value) if isinstance(value, list) else (value,)
 
 
 def _one_or_list(ids: tuple[int, ...]):
@@ -307,9 +310,12 @@ def slots(config: Qwen2Config) -> dict[str, hub.Slot]:
 
 
 def config_from_folder(folder: str | Path) -> Qwen2Config:
-    """The configuration of a model folder."""
+    """The configuration of a model folder, with the end-of-text tokens of generation_config.json (the longer list in practice)."""
     path = Path(folder) / "config.json"
-    return Qwen2Config.from_hf(hub.read_json(path), str(path))
+    config = Qwen2Config.from_hf(hub.read_json(path), str(path))
+    generation = path.with_name("generation_config.json")
+    more = _ids(hub.read_json(generation).get("eos_token_id")) if generation.is_file() else ()
+    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
 
 
 def load(
@@ -321,7 +327,7 @@ def load(
     lora: LoRAConfig | None = None,
     remat: bool = False,
 ) -> tuple[Qwen2, dict]:
-    """A model and its parameters in `dtype`, streamed onto `mesh` (None: the default device). Compute dtype: `dtype` unless given.
+    """A model and its parameters in `dtype`, streamed onto `mesh` (None: the default device). Computes in `dtype` unless told.
 
     `id_or_folder`: as `hub.resolve`. Raises UserError for another architecture and for missing, left-over or misshapen tensors.
     """
@@ -334,15 +340,13 @@ def load(
         tensors = hub.open_tensors(folder)
         head, embedding = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
         if head is not None and embedding is not None and not np.array_equal(head.data, embedding.data):
-            raise UserError(
-                f"{head.file}: lm_head.weight differs from the embedding though config.json says tie_word_embeddings; set it to false"
-            )
+            raise UserError(f"{head.file}: lm_head.weight is not the embedding; set tie_word_embeddings to false in config.json")
     params = hub.read_params(folder, slots(config), abstract_params(config), np.dtype(dtype), sharding, ignored)
     return Qwen2(config, dtype if compute_dtype is None else compute_dtype, lora, remat, mesh), params
 
 
 def save(folder: str | Path, model: Qwen2, params: Mapping, tokenizer: Any = None) -> None:
-    """Write a Hugging Face folder (config.json, generation_config.json, model.safetensors, tokenizer files); tensors keep their dtype."""
+    """Write a Hugging Face folder: config.json, generation_config.json, model.safetensors, tokenizer files. Dtypes are kept."""
     folder = Path(folder)
     hub.write_params(folder / "model.safetensors", slots(model.config), params)
     if jax.process_index():
@@ -372,16 +376,13 @@ def load_tokenizer(id_or_folder: str | Path):
 
 
 def eos_ids(folder: str | Path, tokenizer: Any) -> tuple[int, ...]:
-    """Every token that ends a text, sorted: of config.json, generation_config.json and the tokenizer. UserError when there is none."""
+    """Every token that ends a text, sorted: of config.json, generation_config.json and the tokenizer; UserError if none."""
     folder = Path(folder)
     found = {tokenizer.eos_token_id}
     for name in ("config.json", "generation_config.json"):
         if (folder / name).is_file():
-            value = hub.read_json(folder / name).get("eos_token_id")
-            found.update(value if isinstance(value, list) else [value])
+            found.update(_ids(hub.read_json(folder / name).get("eos_token_id")))
     found.discard(None)
     if not found:
-        raise UserError(
-            f"{folder}: no end-of-text token in config.json, generation_config.json or the tokenizer; add eos_token_id to config.json"
-        )
+        raise UserError(f"{folder}: neither configuration nor tokenizer has an end-of-text token; add eos_token_id to config.json")
     return tuple(sorted(found))

@@ -44,3 +44,9 @@ def tiny(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder)
     return request.param, folder, model
+
+
+@pytest.fixture(scope="session")
+def tiny_model():
+    """`tiny_hf`, for tests that make their own."""
+    return tiny_hf
