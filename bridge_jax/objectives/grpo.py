@@ -27,8 +27,8 @@ class GRPOConfig:
     dual_clip: bound c > 1 on the ratio of negative advantages, loss at most -c A; None switches it off.
     kl_coef: weight beta of the k3 KL to the reference, a term of the loss.
     aggregation: "token_mean" (sum over tokens / tokens), "seq_mean" (mean of the rows' token means),
-        "constant" (Dr.GRPO: sum over tokens / (rows * normaliser)).
-    normaliser: tokens per row that "constant" divides by (the response limit); read by "constant" only.
+        "dr_grpo" (constant normaliser: sum over tokens / (rows * normaliser)).
+    normaliser: the response limit that "dr_grpo" divides by; no other aggregation reads it.
     """
 
     clip_low: float = 0.2
@@ -39,8 +39,8 @@ class GRPOConfig:
     normaliser: float = 1.0
 
     def __post_init__(self):
-        if self.aggregation not in ("token_mean", "seq_mean", "constant"):
-            raise ValueError(f"aggregation {self.aggregation!r}: allowed are token_mean, seq_mean, constant")
+        if self.aggregation not in ("token_mean", "seq_mean", "dr_grpo"):
+            raise ValueError(f"aggregation {self.aggregation!r}: allowed are token_mean, seq_mean, dr_grpo")
         if self.dual_clip is not None and self.dual_clip <= 1.0:
             raise ValueError(f"dual_clip {self.dual_clip}: must be above 1, or None")
 

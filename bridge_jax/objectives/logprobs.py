@@ -11,6 +11,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from bridge_jax.models import qwen2
+
 
 def token_logps(
     hidden: jax.Array, unembed_fn: Callable[[jax.Array], jax.Array], targets: jax.Array, chunk: int = 1024
@@ -56,8 +58,6 @@ def sequence_logps(model, variables, tokens, *, positions=None, segment_ids=None
     Returns two [B, T] float32 arrays: entry t of the first is log pi(tokens[t] | tokens[<t]); entry 0 is 0. At tokens that
     start a segment the value has no meaning: mask them.
     """
-    from bridge_jax.models import qwen2
-
     hidden = model.apply(variables, tokens, positions=positions, segment_ids=segment_ids, output="hidden")
     logp, entropy = token_logps(
         hidden, lambda x: qwen2.unembed(variables["params"], x, model.config), jnp.roll(tokens, -1, axis=1), chunk

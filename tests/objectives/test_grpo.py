@@ -46,7 +46,7 @@ CASES = [
     (GRPOConfig(), {}),
     (GRPOConfig(dual_clip=None, kl_coef=0.04), {"dual": None, "beta": 0.04}),
     (GRPOConfig(clip_high=0.28, aggregation="seq_mean"), {"high": 0.28, "kind": "grpo"}),
-    (GRPOConfig(aggregation="constant", normaliser=64.0, dual_clip=1.1), {"kind": "dr_grpo", "length": 64.0, "dual": 1.1}),
+    (GRPOConfig(aggregation="dr_grpo", normaliser=64.0, dual_clip=1.1), {"kind": "dr_grpo", "length": 64.0, "dual": 1.1}),
 ]
 
 

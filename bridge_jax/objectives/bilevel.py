@@ -1,0 +1,313 @@
+"""One BRIDGE step as a pure function: the retriever's update, then the policy's, on one batch of rollouts.
+
+Source: METHOD 1, 4 and 5. One retriever state is kept, the penalised one: it descends L_eta = J_ret + gamma L_RAG first (lower
+level); then the policy descends J_RL alone. Methods are static settings of this step: `StepConfig.retriever = None` is `vt_search`,
+`RetrieverLossConfig.use_outcome / use_rag` give the decoupled ones.
+
+The document likelihoods l come *in the batch*: which documents were retrieved is data, so they are scored by
+`scoring.score_turns` with the same theta_n before this step. Everything here is jit-able, holds no host callback, and works on
+sharded arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+from bridge_jax.mesh import BATCH, constrain
+from bridge_jax.objectives.grpo import GRPOConfig, policy_loss
+from bridge_jax.objectives.logprobs import sequence_logps
+from bridge_jax.objectives.rag import RetrieverLossConfig, retriever_loss
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW behind a global-norm clip. The rate grows linearly over `warmup` updates (the first has lr / warmup), then stays."""
+
+    lr: float
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    warmup: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+    """What one step does. Changing a field means another compiled program.
+
+    trainable: "full" (state.policy is the parameter tree) or "lora" (state.policy is the adapter on the frozen parameters).
+    minibatch, microbatch: rollout rows per optimiser step, and per forward/backward inside it. epochs: passes over the rows.
+    retriever: its loss, or None for no retriever update in this step. turn_minibatch, turn_epochs: likewise for turns.
+    chunk: tokens unembedded at once.
+    """
+
+    grpo: GRPOConfig
+    policy_optimizer: OptimizerConfig
+    minibatch: int
+    microbatch: int
+    trainable: str = "lora"
+    epochs: int = 1
+    chunk: int = 1024
+    retriever: RetrieverLossConfig | None = None
+    retriever_optimizer: OptimizerConfig = OptimizerConfig(lr=1e-4, warmup=20)
+    turn_minibatch: int = 64
+    turn_epochs: int = 1
+
+    def __post_init__(self):
+        if self.trainable not in ("full", "lora"):
+            raise ValueError(f"trainable {self.trainable!r}: allowed are full, lora")
+        if self.minibatch % self.microbatch:
+            raise ValueError(f"minibatch {self.minibatch} is not a multiple of microbatch {self.microbatch}")
+
+
+class Rollouts(flax.struct.PyTreeNode):
+    """B rollouts, right-padded: prompt, then everything that followed. B is a multiple of `StepConfig.minibatch`."""
+
+    tokens: jax.Array  # [B, T] int32
+    positions: jax.Array  # [B, T] int32
+    segment_ids: jax.Array  # [B, T] int32, 0 = padding
+    mask: jax.Array  # [B, T] bool: tokens the policy generated and is trained on
+    old_logps: jax.Array  # [B, T] float32: the sampler's, at masked tokens
+    advantages: jax.Array  # [B] or [B, T] float32
+    ref_logps: jax.Array | None = None  # [B, T] float32; None: computed here from the frozen parameters
+
+
+class Turns(flax.struct.PyTreeNode):
+    """U executed searches; U is a multiple of `StepConfig.turn_minibatch`, padding turns have mask False."""
+
+    query_tokens: jax.Array  # [U, T] int32
+    query_mask: jax.Array  # [U, T] bool
+    doc_vectors: jax.Array  # [U, C, D] float32: frozen passage vectors, in retrieval order
+    doc_mask: jax.Array  # [U, C] bool
+    log_likelihood: jax.Array  # [U, C] float32: l
+    advantages: jax.Array  # [U] float32
+    mask: jax.Array  # [U] bool
+
+
+class Batch(flax.struct.PyTreeNode):
+    rollouts: Rollouts
+    turns: Turns | None = None  # not read when StepConfig.retriever is None
+
+
+class BridgeState(flax.struct.PyTreeNode):
+    """All that a step changes."""
+
+    step: jax.Array  # int32
+    policy: Any  # the trainable tree: parameters or LoRA, float32
+    policy_opt: Any
+    retriever: Any  # the penalised query-tower LoRA, eta_gamma
+    retriever_opt: Any
+    rng: jax.Array  # the run's key; a step uses fold_in(rng, step)
+
+
+class Frozen(flax.struct.PyTreeNode):
+    """What a step reads and never changes."""
+
+    policy: Any  # reference parameters; with trainable = "lora" also the base the adapter acts on. None: full, and kl_coef = 0
+    encoder: Any  # query-tower parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class Modules:
+    """The static parts: `policy` (models.qwen2.Qwen2), `encoder` (the module of an e5.Encoder), and the two optimisers."""
+
+    policy: Any
+    encoder: Any
+    policy_optimizer: optax.GradientTransformation
+    retriever_optimizer: optax.GradientTransformation
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Clip, AdamW, warm-up."""
+
+    def rate(count):
+        return config.lr * jnp.minimum(1.0, (count + 1) / max(config.warmup, 1))
+
+    return optax.chain(optax.clip_by_global_norm(config.clip), optax.adamw(rate, weight_decay=config.weight_decay))
+
+
+def make_optimizers(config: StepConfig) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+    """(policy, retriever)."""
+    return make_optimizer(config.policy_optimizer), make_optimizer(config.retriever_optimizer)
+
+
+def init_state(modules: Modules, policy, retriever, rng: jax.Array) -> BridgeState:
+    """A state at step 0 from the trainable tree of the policy and the retriever's LoRA."""
+    return BridgeState(
+        jnp.int32(0), policy, modules.policy_optimizer.init(policy), retriever, modules.retriever_optimizer.init(retriever), rng
+    )
+
+
+def guarded_update(optimizer: optax.GradientTransformation, gradient, opt_state, params, wanted: jax.Array):
+    """One optimiser step, left out when the gradient is not finite or not `wanted` (nothing was in the batch).
+
+    Returns (params, opt_state, gradient norm, skipped): `skipped` is 1 for a non-finite gradient, whose norm is reported as 0.
+    """
+    norm = optax.global_norm(gradient)
+    finite = jnp.isfinite(norm)
+    apply = finite & wanted
+    gradient = jax.tree.map(lambda g: jnp.where(apply, g, 0.0), gradient)
+    updates, new_opt_state = optimizer.update(gradient, opt_state, params)
+    new_params = optax.apply_updates(params, updates)
+    params, opt_state = jax.tree.map(lambda new, old: jnp.where(apply, new, old), (new_params, new_opt_state), (params, opt_state))
+    return params, opt_state, jnp.where(finite, norm, 0.0), (~finite).astype(jnp.float32)
+
+
+def retriever_update(config: StepConfig, modules: Modules, encoder_params, lora, opt_state, turns: Turns, key: jax.Array):
+    """The lower level: minibatches of turns, query vectors recomputed, AdamW on L_eta.
+
+    Returns (lora, opt_state, metrics). Turns are shuffled each epoch, padding last, so minibatches are full as long as turns last.
+    """
+    U = turns.mask.shape[0]
+    count = _divide(U, config.turn_minibatch, "turns", "turn_minibatch")
+    mesh = modules.policy.mesh
+
+    def loss(lora, rows: Turns):
+        queries = modules.encoder.apply({"params": encoder_params, "lora": lora}, rows.query_tokens, rows.query_mask)
+        total, turns_in, sums = retriever_loss(
+            queries, rows.doc_vectors, rows.log_likelihood, rows.advantages, rows.mask, config.retriever, rows.doc_mask
+        )
+        return total / jnp.maximum(turns_in, 1.0), (total, turns_in, sums, jax.lax.stop_gradient(queries))
+
+    def minibatch(carry, rows: Turns):
+        lora, opt_state = carry
+        rows = jax.tree.map(lambda x: constrain(x, mesh, P(BATCH)), rows)
+        gradient, (total, turns_in, sums, queries) = jax.grad(loss, has_aux=True)(lora, rows)
+        base = modules.encoder.apply({"params": encoder_params}, rows.query_tokens, rows.query_mask)
+        drift = jnp.where(rows.mask, 1.0 - (queries * base).sum(-1), 0.0).sum()
+        lora, opt_state, norm, skipped = guarded_update(modules.retriever_optimizer, gradient, opt_state, lora, turns_in > 0)
+        sums = sums | {"retriever/loss": total, "retriever/drift": drift}
+        return (lora, opt_state), (sums, turns_in, norm, skipped)
+
+    def epoch(carry, key):
+        order = jnp.argsort(jnp.where(turns.mask, jax.random.uniform(key, (U,)), 2.0))
+        shuffled = jax.tree.map(lambda x: x[order].reshape(count, config.turn_minibatch, *x.shape[1:]), turns)
+        return jax.lax.scan(minibatch, carry, shuffled)
+
+    (lora, opt_state), out = jax.lax.scan(epoch, (lora, opt_state), jax.random.split(key, config.turn_epochs))
+    sums, turns_in, norms, skipped = jax.tree.map(jnp.ravel, out)
+    metrics = {name: _mean(value.sum(), turns_in.sum()) for name, value in sums.items()}
+    metrics["retriever/grad_norm"] = _mean(norms.sum(), ((turns_in > 0) & (skipped == 0)).sum())
+    metrics["retriever/skipped_updates"] = skipped.sum()
+    return lora, opt_state, metrics
+
+
+def policy_update(config: StepConfig, modules: Modules, frozen_params, policy, opt_state, rollouts: Rollouts):
+    """The upper level: GRPO minibatches in row order, each the exact mean over its micro-batches.
+
+    Returns (policy, opt_state, metrics). `gap/*` compares the sampler's log-probs with the first minibatch's, before any update.
+    """
+    B = rollouts.tokens.shape[0]
+    steps = _divide(B, config.minibatch, "rollout rows", "minibatch")
+    parts = config.minibatch // config.microbatch
+    model = modules.policy
+
+    def variables(policy):
+        return {"params": policy} if config.trainable == "full" else {"params": frozen_params, "lora": policy}
+
+    def logps(variables, rows: Rollouts):
+        return sequence_logps(
+            model, variables, rows.tokens, positions=rows.positions, segment_ids=rows.segment_ids, chunk=config.chunk
+        )
+
+    def reference(rows: Rollouts):
+        if config.grpo.kl_coef == 0.0 or rows.ref_logps is not None:
+            return rows.ref_logps
+        return jax.lax.stop_gradient(logps({"params": frozen_params}, rows)[0])
+
+    def loss(policy, rows: Rollouts, ref_logps):
+        logp, entropy = logps(variables(policy), rows)
+        total, denominator, sums = policy_loss(logp, rows.old_logps, ref_logps, rows.advantages, rows.mask, config.grpo, entropy)
+        gap = jax.lax.stop_gradient(jnp.where(rows.mask, jnp.abs(logp - rows.old_logps), 0.0))
+        return total, (sums | {"loss": total, "denominator": denominator, "gap": gap.sum()}, gap.max())
+
+    def micro(policy, rows: Rollouts):
+        rows = jax.tree.map(lambda x: constrain(x, model.mesh, P(BATCH)), rows)
+        gradient, (sums, gap_max) = jax.grad(loss, has_aux=True)(policy, rows, reference(rows))
+        return gradient, sums, gap_max
+
+    def minibatch(carry, rows: Rollouts):
+        policy, opt_state = carry
+
+        def accumulate(so_far, part):
+            gradient, sums, gap_max = micro(policy, part)
+            return (*jax.tree.map(jnp.add, so_far[:2], (gradient, sums)), jnp.maximum(so_far[2], gap_max)), None
+
+        first = jax.tree.map(lambda x: x[0], rows)
+        if parts == 1:
+            gradient, sums, gap_max = micro(policy, first)
+        else:
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(micro, policy, first))
+            (gradient, sums, gap_max), _ = jax.lax.scan(accumulate, zeros, rows)
+        denominator = sums["denominator"]
+        gradient = jax.tree.map(lambda g: g / jnp.maximum(denominator, 1.0), gradient)
+        policy, opt_state, norm, skipped = guarded_update(modules.policy_optimizer, gradient, opt_state, policy, denominator > 0)
+        return (policy, opt_state), (sums, gap_max, norm, skipped)
+
+    # [B, ...] -> [steps, parts, microbatch, ...]
+    rows = jax.tree.map(lambda x: x.reshape(steps, parts, config.microbatch, *x.shape[1:]), rollouts)
+    (policy, opt_state), out = jax.lax.scan(
+        lambda carry, _: jax.lax.scan(minibatch, carry, rows), (policy, opt_state), None, length=config.epochs
+    )
+    sums, gap_max, norms, skipped = jax.tree.map(jnp.ravel, out)  # [epochs * steps]
+    total = {name: value.sum() for name, value in sums.items()}
+    metrics = {
+        "policy/loss": _mean(total["loss"], total["denominator"]),
+        "policy/grad_norm": _mean(norms.sum(), ((sums["denominator"] > 0) & (skipped == 0)).sum()),
+        "policy/skipped_updates": skipped.sum(),
+        "gap/logp_mean": _mean(sums["gap"][0], sums["tokens"][0]),
+        "gap/logp_max": gap_max[0],
+    }
+    for name in ("clip_fraction", "dual_clip_fraction", "kl", "entropy"):
+        if name in total:
+            metrics[f"policy/{name}"] = _mean(total[name], total["tokens"])
+    for name in ("likelihood_displacement", "likelihood_displacement_ref"):
+        if name in total:
+            metrics[f"policy/{name}"] = _mean(total[name], total["displacement_tokens"])
+    return policy, opt_state, metrics
+
+
+def bridge_step(
+    config: StepConfig, modules: Modules, frozen: Frozen, state: BridgeState, batch: Batch
+) -> tuple[BridgeState, dict[str, jax.Array]]:
+    """(state, batch) -> (state, metrics): the retriever on `batch.turns`, then the policy on `batch.rollouts`. Pure.
+
+    `batch.turns.log_likelihood` must have been scored with `state.policy` (see the module's text). The two updates read disjoint
+    parts of the state, and the rollouts are not resampled in between, so their order shows only in the next rollouts.
+    """
+    metrics: dict[str, jax.Array] = {}
+    retriever, retriever_opt = state.retriever, state.retriever_opt
+    if config.retriever is not None:
+        key = jax.random.fold_in(state.rng, state.step)
+        retriever, retriever_opt, metrics = retriever_update(
+            config, modules, frozen.encoder, retriever, retriever_opt, batch.turns, key
+        )
+    policy, policy_opt, policy_metrics = policy_update(
+        config, modules, frozen.policy, state.policy, state.policy_opt, batch.rollouts
+    )
+    state = state.replace(
+        step=state.step + 1, policy=policy, policy_opt=policy_opt, retriever=retriever, retriever_opt=retriever_opt
+    )
+    return state, metrics | policy_metrics
+
+
+def make_step(config: StepConfig, modules: Modules):
+    """The compiled `step(frozen, state, batch) -> (state, metrics)`; it takes `state` over (its buffers are reused)."""
+    return jax.jit(functools.partial(bridge_step, config, modules), donate_argnums=1)
+
+
+def _divide(total: int, size: int, what: str, name: str) -> int:
+    if total == 0 or total % size:
+        raise ValueError(f"{total} {what}: pad them to a multiple of {name} = {size}")
+    return total // size
+
+
+def _mean(total: jax.Array, count: jax.Array) -> jax.Array:
+    """total / count, 0 when nothing was counted."""
+    return jnp.where(count > 0, total / jnp.maximum(count, 1), 0.0)
