@@ -24,9 +24,10 @@ VECTORS = "embeddings.bf16"
 PARTIAL = "embeddings.bf16.partial"
 SHARDS = "embeddings.shards.jsonl"
 SHARD_ROWS = 2048
+GROUP = 4  # batches given to the encoder at a time, and steps of the progress display; it sorts them by their length in tokens
 
 
-def embed_corpus(encoder, corpus: Corpus, out: Path, dim: int, *, batch_size: int = 64, shard_rows: int = SHARD_ROWS) -> np.memmap:
+def embed_corpus(encoder, corpus: Corpus, out: Path, *, batch_size: int = 64, shard_rows: int = SHARD_ROWS) -> np.memmap:
     """Encodes every passage (`corpus.contents`, with the encoder's passage prefix) into `out/embeddings.bf16`.
 
     Args:
@@ -34,14 +35,13 @@ def embed_corpus(encoder, corpus: Corpus, out: Path, dim: int, *, batch_size: in
       corpus: N passages.
       out: an existing folder. Finished vectors are reused; finished shards of an interrupted run are kept. The caller answers for
         these being of the same encoder and corpus (retrieval/index.py compares manifests first).
-      dim: D, the encoder's dimensions.
       batch_size: passages a forward pass.
       shard_rows: passages a shard; shards of another size are encoded anew.
 
     Returns:
       [N, D] bfloat16, memory-mapped read-only.
     """
-    rows = len(corpus)
+    rows, dim = len(corpus), encoder.dim
     with contextlib.suppress(UserError):
         return open_vectors(out / VECTORS, rows, dim)
     done = _finished_shards(out, rows, dim, shard_rows)
@@ -59,8 +59,8 @@ def embed_corpus(encoder, corpus: Corpus, out: Path, dim: int, *, batch_size: in
             part = np.empty((stop - start, dim), BFLOAT16)
             texts = [corpus.contents(row) for row in range(start, stop)]
             order = np.argsort([len(text) for text in texts], kind="stable")
-            for at in range(0, len(order), batch_size):
-                chosen = order[at : at + batch_size]
+            for at in range(0, len(order), GROUP * batch_size):
+                chosen = order[at : at + GROUP * batch_size]
                 found = e5.embed(encoder, [texts[j] for j in chosen], kind="passage", batch_size=batch_size)
                 _refuse_nonfinite(found, corpus, start + chosen)
                 part[chosen] = found.astype(BFLOAT16)

@@ -69,13 +69,12 @@ def build_index(
     """
     corpus, out = Corpus.open(corpus_path, limit), Path(out).expanduser()
     kind = _resolve_kind(kind)
-    dim = e5.embed(encoder, [corpus.contents(0)], kind="passage", batch_size=batch_size).shape[1]
-    wanted = manifests.make_manifest(encoder, corpus, dim, kind)
+    wanted = manifests.make_manifest(encoder, corpus, kind)
     with _locked(out):
         finished = _prepare(out, wanted, force)
         if finished is None or (kind == "scann" and finished.scann is None):
             _say_needs(out, wanted)
-            vectors = embed_corpus(encoder, corpus, out, dim, batch_size=batch_size, shard_rows=shard_rows)
+            vectors = embed_corpus(encoder, corpus, out, batch_size=batch_size, shard_rows=shard_rows)
             if kind == "scann":
                 wanted = dataclasses.replace(wanted, scann=_build_scann(out, vectors))
             wanted.write(out)
@@ -140,10 +139,10 @@ def self_check(index: EmbeddingIndex, folder: Path, encoder=None, corpus: Corpus
     rows = np.unique(np.linspace(0, len(index) - 1, CHECKED).astype(np.int64))
     queries = index.vectors(rows)
     own = np.einsum("bd,bd->b", queries, queries)
-    scores, _ = index.search(queries, 1)
     bad = ~(np.abs(own - 1) < 0.02)
     if bad.any():
         raise UserError(f"{folder}: the vector of row {rows[np.argmax(bad)]} has not unit length; rebuild the index with --force")
+    scores, _ = index.search(queries, 1)
     bad = ~(scores[:, 0] >= own - 1e-3)
     if bad.any():
         raise UserError(f"{folder}: passage in row {rows[np.argmax(bad)]} does not retrieve itself; rebuild the index with --force")
@@ -182,7 +181,7 @@ def _locked(out: Path) -> Iterator[None]:
         raise UserError(f"{out}: holds {foreign[0]!r}, which is not an index's; give a new or empty folder")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        file = open(out / LOCK, "w")  # noqa: SIM115
+        file = open(out / LOCK, "a")  # noqa: SIM115
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror}); give a writable folder") from None
     with file:

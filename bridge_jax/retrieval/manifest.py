@@ -23,6 +23,7 @@ ENCODER_FIELDS = {
     "query_prefix": ("query prefix", "load the encoder with that prefix"),
     "passage_prefix": ("passage prefix", "load the encoder with that prefix"),
     "max_length": ("max length", "load the encoder with that length"),
+    "dim": ("vector dimensions", "load that encoder"),
 }
 CORPUS_FIELDS = {
     "rows": ("number of passages", "open that corpus, with limit= for a prefix of it"),
@@ -60,15 +61,15 @@ class Manifest:
         os.replace(temporary, folder / name)
 
 
-def make_manifest(encoder, corpus, dim: int, kind: str) -> Manifest:
+def make_manifest(encoder, corpus, kind: str) -> Manifest:
     """The manifest an index of this corpus by this encoder gets."""
-    return Manifest(**_of_encoder(encoder), **_of_corpus(corpus), dim=dim, kind=kind, versions=_versions())
+    return Manifest(**_of_encoder(encoder), **_of_corpus(corpus), kind=kind, versions=_versions())
 
 
 def _of_encoder(encoder) -> dict:
     names = ("pooling", "query_prefix", "passage_prefix", "max_length")
     own = {name: getattr(encoder, name) for name in names}
-    return {"encoder_name": str(encoder.name), "encoder_fingerprint": encoder.fingerprint, **own}
+    return {"encoder_name": str(encoder.name), "encoder_fingerprint": encoder.fingerprint, "dim": encoder.dim, **own}
 
 
 def _of_corpus(corpus) -> dict:
@@ -94,7 +95,7 @@ def read(folder: Path, name: str = FINISHED) -> Manifest | None:
 
 def difference(have: Manifest, want: Manifest) -> tuple[str, str] | None:
     """The first field in which two indexes differ in what they were built from -> (what it is, how to mend); None when in none."""
-    for name, (label, mend) in (ENCODER_FIELDS | CORPUS_FIELDS | {"dim": ("vector dimensions", "load that encoder")}).items():
+    for name, (label, mend) in (ENCODER_FIELDS | CORPUS_FIELDS).items():
         a, b = getattr(have, name), getattr(want, name)
         if a != b:
             return f"{label} {_show(name, a, have)}, not {_show(name, b, want)}", mend

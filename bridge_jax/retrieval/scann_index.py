@@ -40,7 +40,7 @@ def choose_parameters(rows: int, dim: int) -> ScannParameters:
 
     * below 20,000 rows: brute force. It takes under a millisecond and there is nothing to lose.
     * below 100,000 rows: asymmetric hashing over all rows, no tree: training partitions would cost more than it saves.
-    * above: a tree of about 2 sqrt(rows) leaves (about sqrt(rows)/2 passages each), of which a tenth is searched, at least 50.
+    * above: `tree_parameters`.
 
     Hashing takes 2 dimensions a block (4 bits each: dim / 4 bytes a row); the best 400 by hash are reordered, 10 times the 40
     candidates of a turn, because hashing to 4 bits blurs embeddings. Below 2 dimensions there is nothing to hash.
@@ -49,8 +49,13 @@ def choose_parameters(rows: int, dim: int) -> ScannParameters:
         return ScannParameters()
     if rows < TREE_ABOVE:
         return ScannParameters(dims_per_block=2, reorder=400)
+    return tree_parameters(rows)
+
+
+def tree_parameters(rows: int) -> ScannParameters:
+    """A tree of about 2 sqrt(rows) leaves (sqrt(rows)/2 passages each), of which a tenth, and at least 50, are searched."""
     leaves = round(2 * math.sqrt(rows))
-    return ScannParameters(leaves, max(50, leaves // 10), dims_per_block=2, reorder=400)
+    return ScannParameters(leaves, min(leaves, max(50, leaves // 10)), dims_per_block=2, reorder=400)
 
 
 def build_bytes(rows: int, dim: int) -> int:
