@@ -53,9 +53,9 @@ def choose_parameters(rows: int, dim: int) -> ScannParameters:
 
 
 def tree_parameters(rows: int) -> ScannParameters:
-    """A tree of about 2 sqrt(rows) leaves (sqrt(rows)/2 passages each), of which a tenth, and at least 50, are searched."""
+    """A tree of about 2 sqrt(rows) leaves (sqrt(rows)/2 passages each), of which a tenth, and at least 100, are searched."""
     leaves = round(2 * math.sqrt(rows))
-    return ScannParameters(leaves, min(leaves, max(50, leaves // 10)), dims_per_block=2, reorder=400)
+    return ScannParameters(leaves, min(leaves, max(100, leaves // 10)), dims_per_block=2, reorder=400)
 
 
 def build_bytes(rows: int, dim: int) -> int:

@@ -13,7 +13,7 @@ from bridge_jax.retrieval import scann_index
 from bridge_jax.retrieval.device_index import DeviceIndex
 from bridge_jax.retrieval.scann_index import ScannIndex, ScannParameters, choose_parameters, tree_parameters
 
-ROWS, DIM, K = 4000, 64, 40
+ROWS, DIM, K = 8000, 64, 40
 
 
 def clustered(rows=ROWS, dim=DIM, seed=0):
@@ -30,7 +30,7 @@ def vectors():
 
 @pytest.fixture(scope="module")
 def queries():
-    near = clustered()[::40].astype(np.float32) + 0.1 * np.random.default_rng(1).normal(size=(100, DIM))
+    near = clustered()[::80].astype(np.float32) + 0.1 * np.random.default_rng(1).normal(size=(100, DIM))
     return (near / np.linalg.norm(near, axis=-1, keepdims=True)).astype(np.float32)
 
 
