@@ -92,7 +92,8 @@ def resolve(id_or_folder: str | Path) -> Path:
             f"model {name} is not in the cache and the hub cannot be reached; give a local folder, or a pocket model's name"
         ) from None
     except Exception as error:  # the client raises many kinds: bad id, gated, not found, connection
-        raise UserError(f"model {name} cannot be fetched from the hub ({type(error).__name__}: {str(error)[:200]})") from None
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(f"model {name} cannot be fetched from the hub ({why}); check the id, or give a local folder") from None
 
 
 def read_json(path: Path) -> dict:

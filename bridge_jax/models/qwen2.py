@@ -365,12 +365,17 @@ def save(folder: str | Path, model: Qwen2, params: Mapping, tokenizer: Any = Non
 
 
 def load_tokenizer(id_or_folder: str | Path):
-    """The folder's tokenizer (a `transformers` tokenizer)."""
-    from transformers import AutoTokenizer
+    """The folder's tokenizer: what its tokenizer.json says, whatever the model's type.
+
+    `AutoTokenizer` would choose a class by the model type and rebuild the pipeline as that class knows it: a Qwen2-architecture model
+    with a vocabulary of its own would silently split text differently from how it was trained. It serves folders without that file.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = hub.resolve(id_or_folder)
+    kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return kind.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{folder}: no usable tokenizer ({str(error)[:200]}); fetch the folder again") from None
 
