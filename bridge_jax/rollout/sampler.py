@@ -101,10 +101,11 @@ class Sampler:
         self._next_state = jnp.asarray(table.next_state)
         self._accepting = table.accepting
         self._eos = np.asarray(sorted(set(eos_ids)), np.int32)
+        # Bound methods: each sampler has compiled programs, and counts, of its own.
         self._prefill = jax.jit(self._prefill_impl, static_argnames=("capacity",))
         self._decode = jax.jit(self._decode_impl, static_argnames=("steps",), donate_argnames=("state",))
         self._append = jax.jit(self._append_impl, donate_argnames=("state",))
-        self._compact = jax.jit(_compact_impl, donate_argnames=("state",))
+        self._compact = jax.jit(self._compact_impl, donate_argnames=("state",))
 
     def compilations(self) -> int:
         """Programs compiled so far."""
@@ -241,15 +242,14 @@ class Sampler:
             computed=state.computed + rows * width,
         )
 
-
-def _compact_impl(state: DecodeState, keep: jax.Array) -> DecodeState:
-    """Keys carry their rotation already, so columns may move freely as long as a row's order stays."""
-    valid = state.private.valid & keep[:, None]
-    order = jnp.argsort(~valid, axis=1, stable=True)
-    gather = order[None, :, :, None, None]
-    private = KVBlock(
-        k=jnp.take_along_axis(state.private.k, gather, axis=2),
-        v=jnp.take_along_axis(state.private.v, gather, axis=2),
-        valid=jnp.take_along_axis(valid, order, axis=1),
-    )
-    return state.replace(private=private, column=valid.sum(1, dtype=jnp.int32).max())
+    def _compact_impl(self, state, keep):
+        """Keys carry their rotation already, so columns may move freely as long as a row's order stays."""
+        valid = state.private.valid & keep[:, None]
+        order = jnp.argsort(~valid, axis=1, stable=True)
+        gather = order[None, :, :, None, None]
+        private = KVBlock(
+            k=jnp.take_along_axis(state.private.k, gather, axis=2),
+            v=jnp.take_along_axis(state.private.v, gather, axis=2),
+            valid=jnp.take_along_axis(valid, order, axis=1),
+        )
+        return state.replace(private=private, column=valid.sum(1, dtype=jnp.int32).max())

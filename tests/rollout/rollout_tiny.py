@@ -23,10 +23,11 @@ WORDS = (
 
 
 def word_tokenizer(eos: tuple[str, ...] = ("<end>", "<stop>")) -> PreTrainedTokenizerFast:
-    """Word level: every tag is one token, so a random model makes calls and answers by itself."""
-    vocab = {word: index for index, word in enumerate(["<unk>", *eos, *WORDS])}
+    """Word level: a tag is one token, and some whole actions are, so that a random model searches and answers by itself."""
+    actions = ["<search> river </search>", "<search> what is </search> it", "<search> </search>", "<answer> red </answer>"]
+    vocab = {word: index for index, word in enumerate(["<unk>", *eos, *WORDS, *actions])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tags = "|".join(word for word in vocab if word.startswith("<"))
+    tags = "|".join(word for word in vocab if word.startswith("<") and " " not in word)
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex(f"{tags}|[().,:?]"), "isolated")]
     )
@@ -38,7 +39,10 @@ def word_tokenizer(eos: tuple[str, ...] = ("<end>", "<stop>")) -> PreTrainedToke
 @functools.cache
 def _trained_byte_level() -> str:
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    qwen = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(qwen), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=420,
@@ -54,7 +58,7 @@ def _trained_byte_level() -> str:
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:
-    """GPT-2 style: `>` merges with what follows."""
+    """Qwen style: `>` merges with the line breaks behind it."""
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_trained_byte_level()), eos_token="<|end|>", additional_special_tokens=["<|stop|>"]
     )
@@ -108,7 +112,7 @@ def tiny_model(vocab_size: int, seed: int = 0, scale: float = 1.0, **fields):
         **fields,
     )
     model = Qwen2(config)
-    params = model.init(jax.random.key(seed), jnp.zeros((1, 2), jnp.int32))["params"]
+    params = jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, 2), jnp.int32))["params"]
     params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(seed + 1), x.shape) if x.ndim > 1 else x, params)
     params["embed"]["embedding"] = params["embed"]["embedding"] * scale
     return model, {"params": params}

@@ -1,0 +1,372 @@
+"""Whole episodes: a scripted policy for every way a rollout can go, and a random real model for parity with a forward pass."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+import rollout_tiny as tiny
+
+from bridge_jax.errors import UserError
+from bridge_jax.retrieval.retriever import RetrievalFault
+from bridge_jax.rollout import protocol
+from bridge_jax.rollout.episodes import RolloutConfig, RolloutEngine, length_buckets
+from bridge_jax.rollout.stopping import stop_table
+
+WORDS = tiny.word_tokenizer()
+BYTES = tiny.byte_level_tokenizer()
+CONFIG = RolloutConfig(
+    max_searches=2,
+    shown=3,
+    candidates=8,
+    max_prompt_tokens=16,
+    max_new_tokens=12,
+    max_observation_tokens=48,
+    max_response_tokens=100,
+    chunk=4,
+    batch_groups=2,
+)
+
+
+class Script:
+    """Runs texts through the real engine. A generation is text or ids; observations are filled in from the retriever."""
+
+    def __init__(self, tokenizer, config=CONFIG, retriever=None, eos=None):
+        self.tokenizer, self.config = tokenizer, config
+        self.retriever = retriever or tiny.Retriever(tiny.corpus())
+        self.eos = tokenizer.all_special_ids if eos is None else eos
+
+    def ids(self, text):
+        return text if isinstance(text, list) else protocol.encode(self.tokenizer, text)
+
+    def observation(self, query) -> list[int]:
+        hits = tiny.Retriever(self.retriever.corpus).search([query], self.config.candidates).rows[0][: self.config.shown]
+        passages = [self.retriever.corpus[int(row)] for row in hits]
+        return protocol.render_observation(
+            passages, self.tokenizer, self.config.max_observation_tokens, self.config.max_passage_tokens
+        ).tokens.tolist()
+
+    def run(self, *samples, prompt_length=3):
+        """samples: lists of segments; ("obs", query) and ("say", message) are the environment's. Returns (episodes, metrics)."""
+        vocab, plans = len(self.tokenizer), []
+        for segments in samples:
+            plan = []
+            for segment in segments:
+                if isinstance(segment, tuple):
+                    kind, content = segment
+                    told = (
+                        self.observation(content)
+                        if kind == "obs"
+                        else protocol.render_corrective(content, self.tokenizer).tokens.tolist()
+                    )
+                    plan += [(token, False) for token in told]
+                else:
+                    plan += [(token, True) for token in self.ids(segment)]
+            plans.append(plan)
+        filler = self.ids("the")[0]
+        script = np.full((1, len(samples), prompt_length + self.config.max_response_tokens + 64), filler, np.int32)
+        for row, plan in zip(script[0], plans):
+            row[prompt_length : prompt_length + len(plan)] = [token for token, _ in plan]
+        model = tiny.Scripted(vocab, len(samples))
+        engine = RolloutEngine(model, self.tokenizer, self.eos, self.config, self.retriever)
+        prompt = np.zeros(prompt_length, np.int32)  # its first token names the script
+        episodes, metrics = engine.run(
+            model.variables(script),
+            tiny.questions(1),
+            prompts=[prompt],
+            group_size=len(samples),
+            key=jax.random.key(0),
+            temperature=1.0,
+        )
+        for episode, plan in zip(episodes, plans):
+            wrote = list(zip(episode.tokens.tolist(), episode.generated.tolist()))
+            assert wrote == plan[: len(wrote)]
+            check(episode)
+        assert metrics["rollout/prefill_ratio"] == pytest.approx(1.0) or metrics["rollout/context_full"]
+        return episodes, metrics
+
+
+def check(episode):
+    """Invariants of every episode."""
+    assert len(episode.tokens) == len(episode.generated) == len(episode.logps)
+    assert (episode.tokens.dtype, episode.generated.dtype, episode.logps.dtype) == (np.int32, bool, np.float32)
+    assert (episode.logps[~episode.generated] == 0).all()
+    assert (episode.logps <= 0).all()
+    for turn in episode.turns:
+        assert episode.generated[turn.history - 1]
+        start, end = turn.observation
+        assert start == turn.history
+        assert not episode.generated[start:end].any()
+        assert len(turn.rows) == len(turn.scores) == 8
+
+
+QUERY, ANSWER = "<search> who founded it </search>", "<answer> the river </answer>"
+
+
+@pytest.mark.parametrize("tokenizer", [WORDS, BYTES], ids=["words", "bytes"])
+def test_the_ways_of_a_rollout(tokenizer):
+    config = (
+        dataclasses.replace(CONFIG, max_passage_tokens=12)
+        if tokenizer is WORDS
+        else dataclasses.replace(CONFIG, max_observation_tokens=160, max_response_tokens=520, max_new_tokens=40)
+    )
+    script = Script(tokenizer, config)
+    seen = ("obs", "who founded it")
+    eos = [tokenizer.eos_token_id]
+    other = [tokenizer.all_special_ids[-1]]
+    say = ("say", protocol.MALFORMED)
+    third = "<search> what is it </search>"
+    # One group: every sample's first token comes from one prompt state, so all begin alike; think is that beginning.
+    think = "the "
+    episodes, metrics = script.run(
+        [think + ANSWER],
+        [think + QUERY, seen, ANSWER],
+        [think + QUERY, seen, third, ("obs", "what is it"), ANSWER],
+        [think + QUERY, seen, QUERY, seen, third],
+        [think + "<search> </search>", ("say", protocol.EMPTY_QUERY), ANSWER],
+        [think + "who </search>", say, "</answer>", say, ANSWER],
+        [script.ids(think) + eos, say, script.ids("the") + other, say, script.ids("red") + eos],
+        [think + "the red " * 30],
+    )
+    assert [episode.status for episode in episodes] == [
+        *["answered"] * 3,
+        "no_answer",
+        "answered",
+        "answered",
+        "no_answer",
+        "truncated",
+    ]
+    assert [episode.answer for episode in episodes] == [*["the river"] * 3, None, "the river", "the river", None, None]
+    assert [len(episode.turns) for episode in episodes] == [0, 1, 2, 2, 0, 0, 0, 0]
+    assert [turn.query for turn in episodes[2].turns] == ["who founded it", "what is it"]
+    assert [kind for kind, _ in episodes[3].trace] == [
+        "generated",
+        "information",
+        "generated",
+        "information",
+        "generated",
+        "corrective",
+    ]
+    assert [kind for kind, _ in episodes[4].trace] == ["generated", "corrective", "generated"]
+    assert len(episodes[7].tokens) == config.max_new_tokens
+    table = stop_table(tokenizer, len(tokenizer))
+    for episode in episodes:
+        for turn in episode.turns:
+            assert turn.shown == 3
+            assert turn.error is None
+            assert protocol.cut(table.decode(episode.tokens[: turn.history])).endswith("</search>") or turn is not episode.turns[0]
+            np.testing.assert_array_equal(turn.rows, script.retriever.search([turn.query], 8).rows[0])
+    assert metrics["rollout/searches"] == 5 / 8
+    assert metrics["rollout/corrective"] == 5 / 8
+    assert metrics["rollout/answered"] == 5 / 8
+    assert metrics["rollout/generated_tokens"] == sum(episode.generated.sum() for episode in episodes) / 8
+    # One batched search a round, in row order.
+    assert script.retriever.calls[0] == ["who founded it"] * 3
+    assert script.retriever.calls[1] == ["what is it", "who founded it"]
+
+
+def test_text_behind_the_tag_stays_in_the_ids_and_out_of_the_text():
+    """`>\\n\\n` is one token here: kept as sampled, cut where it is read."""
+    merged = next(i for token, i in BYTES.get_vocab().items() if token == ">ĊĊ")
+    generation = protocol.encode(BYTES, "<search> who </search")
+    assert BYTES.decode([*generation, merged]) == "<search> who </search>\n\n"
+    config = dataclasses.replace(CONFIG, max_observation_tokens=160, max_response_tokens=400, max_new_tokens=40)
+    (episode,), _ = Script(BYTES, config).run([[*generation, merged], ("obs", "who"), ANSWER])
+    (turn,) = episode.turns
+    assert turn.query == "who"
+    assert episode.tokens[turn.history - 1] == merged
+    assert episode.trace[0] == ("generated", "<search> who </search>")
+
+
+def test_context_overflow_has_its_own_status_and_keeps_the_question():
+    script = Script(WORDS, dataclasses.replace(CONFIG, max_response_tokens=8 + len(Script(WORDS).observation("who"))))
+    # The second observation does not fit: the search was executed and is logged, its passages were not shown.
+    (first, second), _ = script.run(
+        ["the <search> who </search>", ("obs", "who"), "<answer> the red river founded the river"],
+        ["the red river founded it <search> who </search>"],
+    )
+    assert first.status == "context_full"
+    assert len(first.tokens) == script.config.max_response_tokens
+    assert second.status == "context_full"
+    assert second.turns[0].shown == 0
+    assert second.turns[0].error
+    assert second.turns[0].observation == (len(second.tokens), len(second.tokens))
+    assert (second.prompt == first.prompt).all()
+
+
+def test_a_prompt_that_is_too_long_is_never_cut():
+    engine, variables = real_engine()
+    questions = tiny.questions(2)
+    episodes, _ = engine.run(
+        variables, questions, prompts=[np.full(17, 5), np.full(16, 5)], group_size=2, key=jax.random.key(0), temperature=1.0
+    )
+    assert [episode.status for episode in episodes[:2]] == ["context_full"] * 2
+    assert [len(episode.prompt) for episode in episodes] == [17, 17, 16, 16]
+    assert len(episodes[0].tokens) == 0
+    assert all(len(episode.tokens) for episode in episodes[2:])
+
+
+def test_a_retrieval_fault_marks_its_rollouts_and_spares_the_others():
+    retriever = tiny.Retriever(tiny.corpus(), fail=RetrievalFault, fail_from=1)
+    episodes, metrics = Script(WORDS, retriever=retriever).run(
+        ["the " + QUERY, ("obs", "who founded it"), QUERY],
+        ["the " + QUERY, ("obs", "who founded it"), ANSWER],
+        ["the " + ANSWER],
+    )
+    assert [episode.status for episode in episodes] == ["environment_fault", "answered", "answered"]
+    assert len(episodes[0].turns) == 1
+    assert episodes[0].trace[-1] == ("fault", "the search server is down")
+    assert metrics["rollout/environment_fault"] == pytest.approx(1 / 3)
+    with pytest.raises(ZeroDivisionError):  # anything else is a bug and is not swallowed
+        Script(WORDS, retriever=tiny.Retriever(tiny.corpus(), fail=ZeroDivisionError)).run(["the " + QUERY])
+
+
+def test_no_searches_at_all():
+    config = dataclasses.replace(CONFIG, max_searches=0)
+    episodes, _ = Script(WORDS, config).run(["the " + QUERY], ["the " + ANSWER])
+    assert [episode.status for episode in episodes] == ["no_answer", "answered"]
+
+
+@functools.cache
+def real_model():
+    return tiny.tiny_model(len(WORDS) + 3)
+
+
+@functools.cache
+def real_engine(**changes):
+    """A random model over a word vocabulary in which every tag is one token: it searches and answers by chance."""
+    model, variables = real_model()
+    config = dataclasses.replace(CONFIG, **changes)
+    return RolloutEngine(model, WORDS, [1, 2], config, tiny.Retriever(tiny.corpus())), variables
+
+
+def prompts_of(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, len(WORDS), length).astype(np.int32) for length in lengths]
+
+
+def run_real(prompts, group_size=8, temperature=1.0, **changes):
+    engine, variables = real_engine(**changes)
+    return engine.run(
+        variables,
+        tiny.questions(len(prompts)),
+        prompts=prompts,
+        group_size=group_size,
+        key=jax.random.key(7),
+        temperature=temperature,
+    )
+
+
+def same(a, b):
+    assert a.tokens.tolist() == b.tokens.tolist()
+    assert a.generated.tolist() == b.generated.tolist()
+    np.testing.assert_allclose(a.logps, b.logps, atol=1e-5)
+    assert (a.status, a.answer, a.trace, [turn.query for turn in a.turns]) == (
+        b.status,
+        b.answer,
+        b.trace,
+        [turn.query for turn in b.turns],
+    )
+
+
+def test_recorded_log_probs_are_those_of_one_full_forward_pass():
+    model, variables = real_model()
+    episodes, metrics = run_real(prompts_of([3, 16, 7]), group_size=16)
+    assert metrics["rollout/searches"] > 0.1
+    assert sum(len(episode.turns) == 2 for episode in episodes) > 0
+    assert metrics["rollout/prefill_ratio"] == pytest.approx(1.0, abs=1e-12)
+    assert metrics["rollout/padding_ratio"] > 1
+    width = 16 + CONFIG.max_response_tokens
+    tokens = np.zeros((len(episodes), width), np.int32)
+    for row, episode in zip(tokens, episodes):
+        check(episode)
+        ids = [*episode.prompt, *episode.tokens]
+        row[: len(ids)] = ids
+    logps = np.asarray(jax.nn.log_softmax(jax.jit(lambda ids: model.apply(variables, ids))(tokens)))
+    for row, episode in enumerate(episodes):
+        start = len(episode.prompt)
+        expected = logps[row, np.arange(start - 1, start - 1 + len(episode.tokens)), episode.tokens]
+        np.testing.assert_allclose(episode.logps[episode.generated], expected[episode.generated], atol=1e-5)
+
+
+def test_greedy_equals_a_naive_loop():
+    """Against a loop that forwards the whole text again for every token, observations included."""
+    model, variables = real_model()
+    forward = jax.jit(lambda ids: model.apply(variables, ids))
+    prompts = prompts_of([3, 9, 5, 12, 16, 1], seed=3)
+    episodes, _ = run_real(prompts, group_size=1, temperature=0.0)
+    for prompt, episode in zip(prompts, episodes):
+        ids = np.zeros((1, 16 + CONFIG.max_response_tokens), np.int32)
+        ids[0, : len(prompt)] = prompt
+        for at, (token, generated) in enumerate(zip(episode.tokens, episode.generated), start=len(prompt)):
+            if generated:
+                assert int(forward(ids)[0, at - 1].argmax()) == token
+            ids[0, at] = token
+
+
+def test_a_sample_does_not_depend_on_its_company():
+    prompts = prompts_of([3, 16, 7, 5, 11])
+    together, _ = run_real(prompts)
+    alone, _ = run_real(prompts, batch_groups=1)
+    wide, _ = run_real(prompts, batch_groups=4, chunk=7)
+    for a, b, c in zip(together, alone, wide):
+        same(a, b)
+        same(a, c)
+    others, _ = run_real([prompts[0], *prompts_of([9, 9], seed=5)])
+    for a, b in zip(together[:8], others[:8]):
+        same(a, b)
+    assert len({tuple(episode.tokens) for episode in together[:8]}) > 4  # samples of a group differ
+    assert [(episode.group, episode.sample) for episode in together] == [(g, s) for g in range(5) for s in range(8)]
+    assert [episode.question.id for episode in together[::8]] == [f"q{i}" for i in range(5)]
+
+
+def test_compaction_when_columns_run_out_changes_nothing():
+    prompts = prompts_of([3, 16])
+    roomy, _ = run_real(prompts, group_size=16, max_passage_tokens=8)
+    engine, _ = real_engine(max_passage_tokens=8, max_response_tokens=101)
+    # Enough for the longest row, not for the columns of three generations and two observations of a batch that never moves.
+    engine._capacity = max(len(episode.tokens) for episode in roomy) + 8
+    tight, _ = run_real(prompts, group_size=16, max_passage_tokens=8, max_response_tokens=101)
+    assert engine._sampler._compact._cache_size() == 1
+    for a, b in zip(roomy, tight):
+        same(a, b)
+
+
+def test_a_second_run_compiles_nothing():
+    prompts = prompts_of([3, 16, 7])
+    _, first = run_real(prompts, max_new_tokens=11)
+    _, second = run_real(prompts_of([5, 12, 16, 2], seed=9), max_new_tokens=11)
+    assert first["rollout/compilations"] > 0
+    assert second["rollout/compilations"] == 0
+
+
+def test_both_eos_ids_end_a_generation():
+    episodes, _ = run_real(prompts_of([3, 16]), group_size=16)
+    ends = {int(episode.tokens[episode.generated][-1]) for episode in episodes if episode.status == "no_answer"}
+    assert {1, 2} & ends
+    inner = {int(token) for episode in episodes for token in episode.tokens[episode.generated]}
+    assert {1, 2} <= inner
+
+
+def test_ids_beyond_the_tokenizer_are_counted_not_hidden():
+    """A padded vocabulary: they may be sampled with the trainer's probability, add no text, and are reported."""
+    episodes, metrics = run_real(prompts_of([3, 16]), group_size=16)
+    outside = sum((episode.tokens >= len(WORDS)).sum() for episode in episodes)
+    assert metrics["rollout/outside_vocabulary"] == outside > 0
+
+
+def test_settings_that_cannot_work():
+    with pytest.raises(UserError, match=r"rollout\.shown"):
+        RolloutConfig(shown=5, candidates=4)
+    with pytest.raises(UserError, match=r"rollout\.chunk"):
+        RolloutConfig(chunk=0)
+    model, _ = real_model()
+    with pytest.raises(UserError, match="max_observation_tokens"):
+        RolloutEngine(model, WORDS, [1], dataclasses.replace(CONFIG, max_observation_tokens=5), tiny.Retriever(tiny.corpus()))
+
+
+def test_length_buckets():
+    assert length_buckets(100) == (32, 64, 100)
+    assert length_buckets(64) == (32, 64)
+    assert length_buckets(10) == (10,)
