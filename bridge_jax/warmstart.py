@@ -74,7 +74,7 @@ def run(config: ConfigDict, workdir: Path) -> Path:
     sft.delete_state(workdir)
     console.print(
         f"warm start done: {summary['steps']} steps, held-out loss {summary['heldout_before']:.3f} -> "
-        f"{summary['heldout_after']:.3f}; policy in {folder}. Next: python -m bridge_jax.train with the same --config and --workdir",
+        f"{summary['heldout_after']:.3f}; policy in {folder}. Next: python -m bridge_jax.train, same --config and --workdir",
         markup=False,
     )
     return folder

@@ -21,7 +21,7 @@ from bridge_jax.training.assets import Assets
 
 
 def evaluation_engine(assets: Assets) -> RolloutEngine:
-    """The run's engine with as many questions in flight as training has rollouts. Keep it for the next evaluation: it compiles once."""
+    """The run's engine with as many questions in flight as training has rollouts. Keep it: it compiles once."""
     config = assets.engine.config
     wide = dataclasses.replace(config, batch_groups=config.batch_groups * assets.config.grpo.group_size)
     return RolloutEngine(assets.policy, assets.tokenizer, assets.eos_ids, wide, assets.retriever)

@@ -35,7 +35,7 @@ from bridge_jax.objectives.logprobs import token_logps
 from bridge_jax.training.metrics import read_metrics
 from bridge_jax.training.traces import Trace
 
-LENGTH_STEP = 128  # sequence lengths are multiples of it: few compilations
+LENGTH_STEP = 64  # sequence lengths are multiples of it: few compilations
 TARGET_STEP = 64
 
 
@@ -130,7 +130,7 @@ class Trainer:
         self._optimiser = optimiser(config, steps)
         self._nll = jax.jit(functools.partial(nll, model))
         self._grad = jax.jit(functools.partial(_accumulate, model), donate_argnums=(1,))
-        self._apply = jax.jit(functools.partial(_apply, self._optimiser), donate_argnums=(0, 1))
+        self._apply = jax.jit(functools.partial(_apply, self._optimiser), donate_argnums=(0,))
         self._zeros = jax.jit(lambda params: (jnp.float32(0), jnp.float32(0), jax.tree.map(jnp.zeros_like, params)))
 
     def start(self, params: dict) -> SFTState:
@@ -166,7 +166,7 @@ def _apply(optimise, state, total):
     loss, count, grads = total
     grads = jax.tree.map(lambda g: g / jnp.maximum(count, 1.0), grads)
     updates, opt = optimise.update(grads, state.opt, state.params)
-    metrics = {"loss": loss / jnp.maximum(count, 1.0), "grad_norm": optax.global_norm(grads)}
+    metrics = {"loss": loss / jnp.maximum(count, 1.0), "grad_norm": optax.tree.norm(grads)}
     return SFTState(state.step + 1, optax.apply_updates(state.params, updates), opt), metrics
 
 

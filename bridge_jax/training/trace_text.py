@@ -84,7 +84,9 @@ def seen_part(title: str, seen: str) -> str:
     for length in range(len(name) - 1, 0, -1):
         for start in range(len(name) - length + 1):
             run = name[start : start + length]
-            named = any(word[0].isupper() and len(word) > 2 and word.lower() not in _SMALL for word in run)
+            named = run[-1].lower() not in _SMALL and any(
+                word[0].isupper() and len(word) > 2 and word.lower() not in _SMALL for word in run
+            )
             if named and f" {' '.join(run)} " in text:
                 return " ".join(run)
     return ""

@@ -138,7 +138,7 @@ class _Draft:
         self.turns: list[TraceTurn] = []
         self.found: list[tuple[Passage, int]] = []  # gold passages shown, with their document numbers
         self.shown = ""  # all observation text so far
-        self.fits = True
+        self.problem = ""  # why this draft cannot become a trace
 
     def _gold_passages(self) -> list[Passage]:
         corpus = self.builder.corpus
@@ -159,6 +159,8 @@ class _Draft:
         else:
             seen, before = f"{question} {self.shown}", [turn.query for turn in self.turns]
             self.query, focus = trace_text.next_query(question, wanted, seen, before, self._last_title(), self.rng)
+        if not self.query:
+            self.problem = "no query"
         choice = self.rng.random()
 
         def thought(limit: int) -> str:
@@ -182,7 +184,7 @@ class _Draft:
             if len(tokens) <= self.builder.rollout.max_new_tokens:
                 break
         else:
-            self.fits = False
+            self.problem = "generation too long"
         self._append("generated", text, tokens, True)
 
     def observe(self, candidates: Sequence[int]) -> None:
@@ -232,8 +234,8 @@ class _Draft:
             return trace_text.last_thought(question, self.found, self.answer, self.shown, limit, random.Random(choice))
 
         self._generate(thought, f"{protocol.ANSWER_OPEN} {self.answer} {protocol.ANSWER_CLOSE}")
-        if not self.fits:
-            raise Skip("generation too long")
+        if self.problem:
+            raise Skip(self.problem)
         if len(self.tokens) > self.builder.rollout.max_response_tokens:
             raise Skip("response too long")
         self._append("eos", "", [self.builder.eos_id], True)
