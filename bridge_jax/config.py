@@ -333,11 +333,14 @@ def validate(config: ConfigDict) -> None:
         )
 
 
-def claim_workdir(config: ConfigDict, workdir: Path, name: str = "config.json", may_change: Sequence[str] = ()) -> None:
+def claim_workdir(
+    config: ConfigDict, workdir: Path, name: str = "config.json", may_change: Sequence[str] = (), write: bool = True
+) -> None:
     """Write `<workdir>/<name>`, or compare with the one there: a run folder belongs to one configuration.
 
     Args:
       may_change: fields that a rerun may change (`train.steps`: train longer).
+      write: False only compares.
 
     Raises:
       UserError: the folder was made by another configuration; names the first differing fields. Nothing is written.
@@ -353,6 +356,8 @@ def claim_workdir(config: ConfigDict, workdir: Path, name: str = "config.json", 
         if differ:
             shown = "; ".join(f"{k} was {old.get(k)!r}, now {resolved.get(k)!r}" for k in differ[:3])
             raise UserError(f"{workdir} belongs to another configuration ({shown}): use another --workdir, or delete this one")
+    if not write:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(resolved, indent=1, sort_keys=True) + "\n", encoding="utf-8")

@@ -35,7 +35,7 @@ from bridge_jax.models.attention import attend
 from bridge_jax.models.layers import INIT, Dense, Embed
 from bridge_jax.models.lora import LoRAConfig, check_lora
 
-LENGTHS = (16, 32, 64, 128, 256, 512)  # padded lengths: one compilation each
+LENGTHS = (16, 32, 64, 96, 128, 192, 256, 512)  # padded lengths: one compilation each
 FEW_ROWS = 8  # what does not fill a batch goes in batches of this size: two batch shapes, little padding
 
 # What a checkpoint may hold beside the encoder, to no effect: the pooler and the pretraining heads of BERT, a buffer of positions.

@@ -367,17 +367,22 @@ def save(folder: str | Path, model: Qwen2, params: Mapping, tokenizer: Any = Non
 def load_tokenizer(id_or_folder: str | Path):
     """The folder's tokenizer: what its tokenizer.json says, whatever the model's type.
 
-    `AutoTokenizer` would choose a class by the model type and rebuild the pipeline as that class knows it: a Qwen2-architecture model
-    with a vocabulary of its own would silently split text differently from how it was trained. It serves folders without that file.
+    `AutoTokenizer` would choose a class by the model type and rebuild the pipeline as that class knows it: a Qwen2-architecture
+    model with a vocabulary of its own would silently split text differently from how it was trained. It serves folders without
+    that file.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = hub.resolve(id_or_folder)
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        # transformers would return an empty tokenizer, which maps every text to nothing
+        raise UserError(f"{folder} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json); fetch the folder again")
     kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
         return kind.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{folder}: no usable tokenizer ({str(error)[:200]}); fetch the folder again") from None
+    except Exception as error:  # the tokenizers library raises bare Exception for a file it cannot parse
+        why = " ".join(str(error).split())[:200]
+        raise UserError(f"{folder}: no usable tokenizer ({why}); fetch the folder again") from None
 
 
 def eos_ids(folder: str | Path, tokenizer: Any) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 
 import jax
@@ -12,10 +11,11 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from bridge_jax.data import embedded
+from bridge_jax.data.cache import cache_dir
 from bridge_jax.errors import UserError
 from bridge_jax.mesh import make_mesh
-from bridge_jax.models import e5, qwen2
-from bridge_jax.models.lora import LoRAConfig
+from bridge_jax.models import e5, hub, qwen2
+from bridge_jax.models.lora import E5_TARGETS, LoRAConfig
 from bridge_jax.retrieval.corpus import Corpus
 from bridge_jax.retrieval.index import build_index, open_index
 from bridge_jax.retrieval.retriever import Retriever
@@ -51,7 +51,7 @@ def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor) if jax.device_count() > 1 else None
     encoder = load_encoder(config, mesh)
     corpus = Corpus.open(corpus_path(config), limit=config.index.limit or None)
-    index = open_or_build_index(config, encoder, corpus)
+    index = open_or_build_index(config, encoder, corpus, mesh)
     source = policy_source(config, Path(workdir)) if use_warmstart else config.policy.model
     policy, base_params = qwen2.load(
         source,
@@ -62,7 +62,7 @@ def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True
         remat=config.policy.remat,
     )
     tokenizer = qwen2.load_tokenizer(source)
-    eos_ids = qwen2.eos_ids(source, tokenizer)
+    eos_ids = qwen2.eos_ids(hub.resolve(source), tokenizer)
     retriever = Retriever(encoder, index, corpus)
     engine = RolloutEngine(policy, tokenizer, eos_ids, rollout_config(config), retriever)
     return Assets(config, mesh, policy, base_params, tokenizer, eos_ids, encoder, corpus, index, retriever, engine)
@@ -92,7 +92,7 @@ def policy_lora(config: ConfigDict) -> LoRAConfig | None:
 
 
 def retriever_lora(config: ConfigDict) -> LoRAConfig:
-    return LoRAConfig(config.retriever.lora_rank, config.retriever.lora_alpha, e5.E5_TARGETS)
+    return LoRAConfig(config.retriever.lora_rank, config.retriever.lora_alpha, E5_TARGETS)
 
 
 def load_encoder(config: ConfigDict, mesh: Mesh | None) -> e5.Encoder:
@@ -111,25 +111,19 @@ def corpus_path(config: ConfigDict) -> Path:
     return embedded.corpus_path() if config.index.corpus == "embedded" else Path(config.index.corpus)
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("BRIDGE_JAX_CACHE", Path.home() / ".cache" / "bridge_jax"))
-
-
-def open_or_build_index(config: ConfigDict, encoder: e5.Encoder, corpus: Corpus):
+def open_or_build_index(config: ConfigDict, encoder: e5.Encoder, corpus: Corpus, mesh: Mesh | None):
     """The index that fits encoder and corpus: `config.index.folder`, else one in the cache, built on first use (resumable)."""
-    kind = None if config.index.kind == "auto" else config.index.kind
+    kind = config.index.kind
     if config.index.folder:
         folder = Path(config.index.folder)
         if not (folder / "manifest.json").is_file():
             raise UserError(
                 f"no index at {folder}: build it with python -m bridge_jax.index --corpus={corpus_path(config)} "
-                f"--encoder={config.retriever.encoder} --out={folder}, or pass --config.index.folder= to have one built in the cache"
+                f"--encoder={config.retriever.encoder} --out={folder}, or pass --config.index.folder= to have one in the cache"
             )
-    else:
-        name = f"{Path(config.retriever.encoder).name}-{encoder.fingerprint[:12]}-{encoder.max_length}-{corpus.fingerprint[:12]}"
-        folder = cache_folder() / "indexes" / (f"{name}-{kind}" if kind else name)
-        build_index(corpus, encoder, folder, kind=kind)
-    return open_index(folder, encoder=encoder, corpus=corpus, kind=kind)
+        return open_index(folder, encoder, corpus, None if kind == "auto" else kind, mesh)
+    name = f"{Path(config.retriever.encoder).name}-{encoder.fingerprint[:12]}-{encoder.max_length}-{corpus.fingerprint[:12]}-{kind}"
+    return build_index(corpus_path(config), encoder, cache_dir() / "indexes" / name, kind, config.index.limit or None)
 
 
 def rollout_config(config: ConfigDict) -> RolloutConfig:

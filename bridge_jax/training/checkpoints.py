@@ -1,7 +1,7 @@
 """Orbax checkpoints of a run: the latest ones for resuming, the best one by evaluation.
 
-Items are separate, so that a tool can read one without the others: `policy`, `retriever`, `optimiser`, `position` (what the run needs
-besides arrays) and `metadata` (the fingerprint that a restore compares first). Frozen weights are never saved.
+Items are separate, so that a tool can read one without the others: `policy`, `retriever`, `optimiser`, `position` (what the run
+needs besides arrays) and `metadata` (the fingerprint that a restore compares first). Frozen weights are never saved.
 """
 
 from __future__ import annotations

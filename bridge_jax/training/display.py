@@ -31,7 +31,7 @@ class Display:
             self._progress.stop()
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def step(self, number: int, metrics: dict[str, float]) -> None:
         text = summary(metrics)

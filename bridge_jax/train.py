@@ -1,0 +1,54 @@
+"""Train: `python -m bridge_jax.train --config=configs/pocket.py --workdir=runs/pocket [--config.credit.gamma=0.1 ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from bridge_jax import config as configuration
+from bridge_jax.errors import main_guard
+
+
+@main_guard
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bridge_jax.train",
+        description="Train a search policy together with its retriever. Interrupted? The same command goes on where it stopped.",
+        epilog="Examples:\n"
+        "  python -m bridge_jax.train --config=configs/pocket.py --workdir=runs/pocket\n"
+        "  python -m bridge_jax.train --config=configs/pocket.py --workdir=runs/vt --config.method.name=vt_search\n"
+        "The workdir gets config.json, metrics.jsonl, rollouts/, checkpoints/, eval/, and at the end policy/ and retriever/.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    configuration.add_config_flag(parser)
+    parser.add_argument("--workdir", required=True, type=Path, metavar="FOLDER", help="the run's folder; made when missing")
+    args, config = configuration.parse_args(parser, argv)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("bridge_jax").setLevel(logging.INFO)
+    train(config, args.workdir)
+    return 0
+
+
+def train(config: ConfigDict, workdir: Path) -> Path:
+    """What the command does, for callers that have a configuration."""
+    from bridge_jax.evaluation.run import evaluate_sets, evaluation_engine, load_sets  # late: --help need not wait for them
+    from bridge_jax.training import loop
+
+    sets = load_sets(config)
+    engines = {}
+
+    def evaluate(assets, policy_variables, retriever_lora):
+        engine = engines.setdefault("evaluation", None) or evaluation_engine(assets)
+        engines["evaluation"] = engine
+        return evaluate_sets(assets, policy_variables, sets, retriever_lora=retriever_lora, seed=config.train.seed, engine=engine)
+
+    return loop.run(config, workdir, evaluate)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

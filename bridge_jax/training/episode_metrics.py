@@ -1,0 +1,100 @@
+"""Numbers and log rows of a step's episodes, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from bridge_jax.objectives import rewards
+from bridge_jax.objectives.rag import responsibilities
+from bridge_jax.retrieval.corpus import Corpus
+from bridge_jax.rollout.episodes import Episode, Turn
+
+
+def recall(episode: Episode, corpus: Corpus, k: int) -> float | None:
+    """Share of the gold passages among the first k results of the episode's searches together; None without gold passage ids."""
+    golds = set(episode.question.gold_passage_ids)
+    if not golds:
+        return None
+    found = {corpus[int(row)].id for turn in episode.turns for row in turn.rows[:k] if row >= 0}
+    return len(golds & found) / len(golds)
+
+
+def answer_in_top(episode: Episode, corpus: Corpus, k: int) -> float | None:
+    """1.0 when some gold answer occurs in the first k results of a search; None for yes/no questions, where that says nothing."""
+    golds = [gold for gold in map(rewards.normalize_answer, episode.question.golds) if gold]
+    if not golds or set(golds) <= {"yes", "no"}:
+        return None
+    passages = {int(row) for turn in episode.turns for row in turn.rows[:k] if row >= 0}
+    texts = [f" {rewards.normalize_answer(corpus.contents(row))} " for row in passages]
+    return float(any(f" {gold} " in text for gold in golds for text in texts))
+
+
+def step_metrics(episodes: Sequence[Episode], scores: np.ndarray, reasons: Sequence[str], group_size: int, corpus: Corpus) -> dict:
+    """Reward and retrieval metrics; `scores` [B] float32, episodes in groups of `group_size`."""
+    groups = scores.reshape(-1, group_size)
+    metrics = {
+        "reward/mean": float(scores.mean()),
+        "reward/em": float(np.mean([rewards.exact_match(e.answer, e.question.golds) for e in episodes])),
+        "reward/f1": float(np.mean([rewards.f1(e.answer, e.question.golds) for e in episodes])),
+        "reward/no_answer": float(np.mean([reason in ("no answer", "cut off") for reason in reasons])),
+        "reward/zero_advantage_groups": float((groups.max(1) == groups.min(1)).mean()),
+    }
+    for name, values in (
+        ("retrieval/recall@3", [recall(e, corpus, 3) for e in episodes]),
+        ("retrieval/answer_in_top3", [answer_in_top(e, corpus, 3) for e in episodes]),
+    ):
+        known = [value for value in values if value is not None]
+        if known:
+            metrics[name] = float(np.mean(known))
+    return metrics
+
+
+def rollout_rows(
+    step: int,
+    episodes: Sequence[Episode],
+    scores: np.ndarray,
+    reasons: Sequence[str],
+    advantages: np.ndarray,
+    corpus: Corpus,
+    likelihoods: dict[tuple[int, int], np.ndarray],
+    tau: float,
+):
+    """One JSON object a rollout for `rollouts/step_*.jsonl`.
+
+    Args:
+      likelihoods: (episode number, turn number) -> l [C], for the turns that were scored this step.
+    """
+    for i, episode in enumerate(episodes):
+        question = episode.question
+        yield {
+            "step": step,
+            "id": question.id,
+            "dataset": question.dataset,
+            "question": question.question,
+            "golds": list(question.golds),
+            "sample": episode.sample,
+            "reward": float(scores[i]),
+            "reason": reasons[i],
+            "answer": episode.answer,
+            "status": episode.status,
+            "advantage": float(advantages[i]),
+            "generated_tokens": int(episode.generated.sum()),
+            "trace": [{"kind": kind, "text": text} for kind, text in episode.trace],
+            "turns": [_turn_row(turn, corpus, likelihoods.get((i, t)), tau, question) for t, turn in enumerate(episode.turns)],
+        }
+
+
+def _turn_row(turn: Turn, corpus: Corpus, l_d: np.ndarray | None, tau: float, question) -> dict:
+    real = turn.rows >= 0
+    credit = np.zeros_like(turn.scores) if l_d is None else np.where(real, l_d, 0.0)
+    log_p, w = responsibilities(turn.scores[None], credit[None], tau, real[None])
+    documents = []
+    for c in np.flatnonzero(real):
+        passage = corpus[int(turn.rows[c])]
+        document = {"id": passage.id, "title": passage.title, "score": float(turn.scores[c]), "p": float(np.exp(log_p[0, c]))}
+        if l_d is not None:
+            document |= {"l": float(l_d[c]), "w": float(w[0, c])}
+        documents.append(document | {"shown": bool(c < turn.shown), "gold": passage.id in question.gold_passage_ids})
+    return {"query": turn.query, "error": turn.error, "scored": l_d is not None, "documents": documents}

@@ -1,0 +1,222 @@
+"""The training loop (METHOD 4): rollouts, reward, document scoring, the pure step; evaluation, checkpoints, logs.
+
+A step depends on (state, step, seed) alone. Whatever a kill destroys is what the last whole checkpoint does not hold; the same
+command does it again with the same numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from bridge_jax import config as configuration
+from bridge_jax.data.prompts import build_prompt
+from bridge_jax.data.qa import load_questions
+from bridge_jax.data.stream import Mixture, QuestionStream
+from bridge_jax.errors import UserError
+from bridge_jax.models import qwen2
+from bridge_jax.models.lora import merge_lora, save_peft
+from bridge_jax.objectives import rewards, scoring
+from bridge_jax.objectives.bilevel import Batch, BridgeState
+from bridge_jax.objectives.grpo import group_advantages, informative_groups
+from bridge_jax.training import batch as batches
+from bridge_jax.training.assets import Assets, load_assets, policy_lora, retriever_lora
+from bridge_jax.training.checkpoints import Checkpoints
+from bridge_jax.training.display import Display
+from bridge_jax.training.episode_metrics import rollout_rows, step_metrics
+from bridge_jax.training.metrics import RunLog
+from bridge_jax.training.session import claim
+from bridge_jax.training.state import Learner, fingerprint, scoring_config
+
+# (assets, policy_variables, retriever_lora) -> evaluation result with ["averages"]["overall"]["em"]
+Evaluate = Callable[[Assets, dict, dict | None], dict]
+
+
+def run(config: ConfigDict, workdir: Path, evaluate: Evaluate) -> Path:
+    """Train, or go on training, in `workdir`. Returns it.
+
+    Args:
+      evaluate: greedy evaluation; called before the first step, every `config.train.eval_every` steps and at the end.
+
+    Raises:
+      UserError: a workdir of another configuration; missing models, data or index; too many non-finite updates in a row.
+    """
+    workdir = Path(workdir)
+    claim(config, workdir, write=False)
+    stream = QuestionStream(training_mixture(config), config.train.questions, config.train.seed)
+    assets = load_assets(config, workdir)
+    claim(config, workdir)
+    learner = Learner(config, assets)
+    checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep, fingerprint(config, assets))
+    state = learner.init()
+    start = checkpoints.latest() or 0
+    if start:
+        state = checkpoints.restore(start, state)
+    log = RunLog(workdir, start, config.train.tensorboard, config.train.wandb, configuration.flatten(config))
+    loop = Loop(config, assets, learner, stream, log)
+
+    with contextlib.closing(checkpoints), Display(config.train.steps, start) as display:
+        if start:
+            display.say(f"{workdir}: going on after step {start}")
+        _evaluation(workdir, start, evaluate, learner, state, display, only_if_missing=True)
+        for step in range(start + 1, config.train.steps + 1):
+            state, metrics = loop.step(step, state)
+            score = None
+            if step == config.train.steps or (config.train.eval_every and step % config.train.eval_every == 0):
+                score = _evaluation(workdir, step, evaluate, learner, state, display)
+                metrics["eval/em"] = score
+            log.write({"step": step, **metrics})
+            if score is not None or step % config.train.checkpoint_every == 0:
+                checkpoints.save(step, state, score)
+            display.step(step, metrics)
+        checkpoints.wait()
+        export(workdir, config, assets, state)
+        display.say(f"done: policy in {workdir / 'policy'}, retriever LoRA in {workdir / 'retriever'}, metrics in {log.path}")
+    return workdir
+
+
+def training_mixture(config: ConfigDict) -> Mixture:
+    """The questions of `config.data.train`, weighted by `config.data.weights` or by size."""
+    parts = tuple(load_questions(source, config.data.train_split) for source in config.data.train)
+    weights = tuple(map(float, config.data.weights)) or tuple(float(len(part)) for part in parts)
+    return Mixture(tuple(config.data.train), parts, weights)
+
+
+class Loop:
+    """One step of a run; holds what steps share."""
+
+    def __init__(self, config: ConfigDict, assets: Assets, learner: Learner, stream: QuestionStream, log: RunLog):
+        self.config, self.assets, self.learner, self.stream, self.log = config, assets, learner, stream, log
+        self._key = jax.random.key(config.train.seed)
+        self._scoring = scoring_config(config)
+        self._longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+        self._skipped = 0
+
+    def step(self, step: int, state: BridgeState) -> tuple[BridgeState, dict[str, float]]:
+        """Step number `step` (from 1): -> (state, metrics). The old state is consumed."""
+        config, assets, learner = self.config, self.assets, self.learner
+        clock = _Clock()
+
+        variables = learner.policy_variables(state)
+        jax.block_until_ready(variables)
+        clock.lap("publish")
+
+        questions = self.stream.batch_at(step - 1)
+        episodes, metrics = assets.engine.run(
+            variables,
+            questions,
+            prompts=[build_prompt(q, assets.tokenizer, config.rollout.prompt, config.rollout.max_prompt_tokens) for q in questions],
+            group_size=config.grpo.group_size,
+            key=jax.random.fold_in(self._key, step),
+            temperature=config.rollout.temperature,
+            retriever_lora=learner.retriever_lora(state),
+        )
+        clock.lap("rollout")
+
+        judged = [
+            rewards.score_episode(e.answer, e.status, e.question.golds, any(turn.shown for turn in e.turns)) for e in episodes
+        ]
+        scores, reasons = np.asarray([score for score, _ in judged], np.float32), [reason for _, reason in judged]
+        groups = scores.reshape(-1, config.grpo.group_size)
+        valid = np.asarray([e.status != "environment_fault" for e in episodes]).reshape(groups.shape)
+        advantages = np.asarray(group_advantages(groups, config.grpo.advantage, valid)).reshape(-1)
+        metrics |= step_metrics(episodes, scores, reasons, config.grpo.group_size, assets.corpus)
+        trained = valid.copy()
+        if config.grpo.filter_zero_advantage:
+            trained &= np.asarray(informative_groups(groups, valid))[:, None]
+
+        update_retriever = learner.trains_retriever and step % config.credit.period == 0
+        chosen, likelihoods, turns = [], [], None
+        if update_retriever:
+            chosen = batches.choose_turns(episodes, config.credit.max_turns, config.train.seed, step)
+            likelihoods = self._score(variables, episodes, chosen)
+            turns = batches.pack_turns(assets, chosen, likelihoods, advantages, batches.turn_rows(config))
+            metrics["credit/turns"] = len(chosen)
+        clock.lap("score")
+
+        rollouts = batches.pack_rollouts(episodes, advantages, trained.reshape(-1), self._longest)
+        state, learned = learner.step(state, batches.place(Batch(rollouts, turns), assets.mesh), update_retriever)
+        metrics |= {name: float(value) for name, value in learned.items()}
+        clock.lap("update")
+        self._refuse_divergence(step, metrics)
+
+        if config.train.log_rollouts_every and step % config.train.log_rollouts_every == 0:
+            scored = {(i, _number(episodes[i].turns, turn)): l_d for (i, turn), l_d in zip(chosen, likelihoods, strict=True)}
+            rows = rollout_rows(step, episodes, scores, reasons, advantages, assets.corpus, scored, config.credit.tau)
+            self.log.write_rollouts(step, rows)
+        metrics |= clock.seconds()
+        metrics["compilations/update"], metrics["compilations/score"] = learner.compilations(), scoring.compilations()
+        return state, metrics
+
+    def _score(self, variables, episodes, chosen) -> list[np.ndarray]:
+        if not chosen:
+            return []
+        pairs = [(episodes[i], turn) for i, turn in chosen]
+        assets = self.assets
+        return scoring.score_turns(assets.policy, variables, pairs, assets.corpus, assets.tokenizer, self._scoring)
+
+    def _refuse_divergence(self, step: int, metrics: dict) -> None:
+        skipped = metrics["policy/skipped_updates"] + metrics.get("retriever/skipped_updates", 0.0)
+        self._skipped = self._skipped + 1 if skipped else 0
+        if self._skipped >= self.config.train.max_skipped_updates:
+            raise UserError(
+                f"step {step}: non-finite gradients in {self._skipped} steps in a row; the newest checkpoint is good: lower "
+                " config.grpo.lr or config.credit.lr and go on in a copy of this workdir"
+            )
+
+
+def _number(turns, turn) -> int:
+    return next(i for i, other in enumerate(turns) if other is turn)
+
+
+class _Clock:
+    """Seconds between laps, as metrics `time/<name>`."""
+
+    def __init__(self):
+        self._start = self._last = time.monotonic()
+        self._laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self._laps[f"time/{name}"] = now - self._last
+        self._last = now
+
+    def seconds(self) -> dict[str, float]:
+        return {**self._laps, "time/step": time.monotonic() - self._start}
+
+
+def _evaluation(
+    workdir: Path, step: int, evaluate: Evaluate, learner: Learner, state, display, only_if_missing=False
+) -> float | None:
+    """Evaluate and write `eval/step_<n>.json`; returns the overall exact match."""
+    path = workdir / "eval" / f"step_{step:06d}.json"
+    if only_if_missing and (path.exists() or step):
+        return None
+    result = evaluate(learner.assets, learner.policy_variables(state), learner.retriever_lora(state))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"step": step, **result}, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+    overall = result["averages"]["overall"]
+    shown = "  ".join(f"{name} {overall[name]:.3f}" for name in ("em", "f1", "recall@3") if overall.get(name) is not None)
+    display.say(f"evaluation after step {step}: {shown}")
+    return overall["em"]
+
+
+def export(workdir: Path, config: ConfigDict, assets: Assets, state: BridgeState) -> None:
+    """The trained policy as a Hugging Face folder (a LoRA merged into it) and the retriever's LoRA in PEFT's format."""
+    if config.policy.trainable == "lora":
+        adapter = policy_lora(config)
+        save_peft(workdir / "policy_lora", state.policy, adapter, "qwen2", config.policy.model)
+        params = merge_lora(assets.base_params, state.policy, adapter)
+    else:
+        params = state.policy
+    qwen2.save(workdir / "policy", assets.policy, params, assets.tokenizer)
+    save_peft(workdir / "retriever", state.retriever, retriever_lora(config), "bert", config.retriever.encoder)

@@ -1,0 +1,59 @@
+"""A run opened for use: the policy and the retriever of one of its checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from bridge_jax import config as configuration
+from bridge_jax.errors import UserError
+from bridge_jax.training.assets import Assets, load_assets
+from bridge_jax.training.checkpoints import Checkpoints
+from bridge_jax.training.state import Learner, fingerprint
+
+# Fields that do not change what a checkpoint is: they may differ between training and a later use of the run.
+MAY_CHANGE = (
+    "train.steps", "train.eval_every", "train.checkpoint_every", "train.keep", "train.log_rollouts_every", "train.tensorboard",
+    "train.wandb", "data.eval", "data.eval_split", "data.eval_limit",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    assets: Assets
+    policy_variables: dict
+    retriever_lora: dict | None
+    step: int
+
+
+def open_session(config: ConfigDict, workdir: Path, which: str = "best") -> Session:
+    """Load a run.
+
+    Args:
+      which: "best" (by the run's own evaluations), "latest", or "start" (before the first step; needs no checkpoint).
+
+    Raises:
+      UserError: no checkpoint there, or one of another configuration.
+    """
+    workdir = Path(workdir)
+    folder = workdir / "checkpoints"
+    if which != "start" and not folder.is_dir():
+        raise UserError(f"{workdir} holds no checkpoint: train first (python -m bridge_jax.train), or use --checkpoint=start")
+    assets = load_assets(config, workdir)
+    learner = Learner(config, assets)
+    state, step = learner.init(), 0
+    if which != "start":
+        checkpoints = Checkpoints(folder, config.train.keep, fingerprint(config, assets), read_only=True)
+        step = checkpoints.best() if which == "best" else checkpoints.latest()
+        if step is None:
+            raise UserError(f"{folder} holds no finished checkpoint: train first, or use --checkpoint=start")
+        state = checkpoints.restore(step, state)
+        checkpoints.close()
+    return Session(assets, learner.policy_variables(state), learner.retriever_lora(state), step)
+
+
+def claim(config: ConfigDict, workdir: Path, write: bool = True) -> None:
+    """`config.claim_workdir` for training: a rerun may train longer or evaluate differently."""
+    configuration.claim_workdir(config, workdir, may_change=MAY_CHANGE, write=write)

@@ -1,0 +1,140 @@
+"""From a configuration to the parts of `objectives.bilevel`: step settings, modules, frozen weights, the state at step 0."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from bridge_jax.mesh import shard_tree
+from bridge_jax.models.lora import init_lora
+from bridge_jax.objectives import bilevel
+from bridge_jax.objectives.grpo import GRPOConfig
+from bridge_jax.objectives.rag import RetrieverLossConfig
+from bridge_jax.objectives.scoring import ScoringConfig
+from bridge_jax.training.assets import Assets, policy_lora, retriever_lora
+from bridge_jax.training.methods import method_of
+
+_AGGREGATION = {"token_mean": "token_mean", "dr_grpo": "constant"}
+
+
+def grpo_config(config: ConfigDict) -> GRPOConfig:
+    g = config.grpo
+    return GRPOConfig(
+        clip_low=g.clip_low,
+        clip_high=g.clip_high,
+        dual_clip=g.dual_clip or None,
+        kl_coef=g.kl_coef,
+        aggregation=_AGGREGATION[g.aggregation],
+        normaliser=float(config.rollout.max_response_tokens),
+    )
+
+
+def retriever_loss_config(config: ConfigDict) -> RetrieverLossConfig | None:
+    """None where the method leaves the retriever alone."""
+    method, c = method_of(config), config.credit
+    if not method.trains_retriever:
+        return None
+    return RetrieverLossConfig(
+        tau=c.tau,
+        gamma=c.gamma,
+        use_outcome=method.use_outcome,
+        use_rag=method.use_rag,
+        clamp_negative=c.clamp_negative,
+        credit_shown=config.rollout.shown if c.shown_only else 0,
+    )
+
+
+def step_config(config: ConfigDict) -> bilevel.StepConfig:
+    """The settings of a step that also updates the retriever (where the method does)."""
+    g, c = config.grpo, config.credit
+    return bilevel.StepConfig(
+        grpo=grpo_config(config),
+        policy_optimizer=bilevel.OptimizerConfig(g.lr, g.weight_decay, g.grad_clip, g.warmup_steps),
+        minibatch=g.minibatch_questions * g.group_size,
+        microbatch=g.microbatch,
+        trainable=config.policy.trainable,
+        retriever=retriever_loss_config(config),
+        retriever_optimizer=bilevel.OptimizerConfig(c.lr, c.weight_decay, c.grad_clip, c.warmup_steps),
+        turn_minibatch=c.minibatch,
+        turn_epochs=c.epochs,
+    )
+
+
+def scoring_config(config: ConfigDict) -> ScoringConfig:
+    return ScoringConfig(
+        golds=config.credit.golds,
+        turns_per_batch=config.credit.turns_per_batch,
+        max_passage_tokens=config.rollout.max_passage_tokens or None,
+    )
+
+
+class Learner:
+    """The compiled steps of a run and what they read: `step(state, batch, retriever=True)` takes the state over."""
+
+    def __init__(self, config: ConfigDict, assets: Assets):
+        self.config, self.assets = config, assets
+        with_retriever = step_config(config)
+        optimisers = bilevel.make_optimizers(with_retriever)
+        self.modules = bilevel.Modules(assets.policy, assets.encoder.module, *optimisers)
+        self.frozen = bilevel.Frozen(_reference(config, assets), assets.encoder.params)
+        self._step = bilevel.make_step(with_retriever, self.modules)
+        self._policy_step = bilevel.make_step(dataclasses.replace(with_retriever, retriever=None), self.modules)
+        self._publish = jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(assets.policy.dtype), tree))
+
+    @property
+    def trains_retriever(self) -> bool:
+        return method_of(self.config).trains_retriever
+
+    def init(self) -> bilevel.BridgeState:
+        """The state before the first step: the policy as loaded (or B = 0), the retriever's LoRA with B = 0."""
+        key = jax.random.key(self.config.train.seed)
+        assets = self.assets
+        if self.config.policy.trainable == "full":
+            policy = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), assets.base_params)  # the step donates its state
+        else:
+            adapter = init_lora(jax.random.fold_in(key, 1), assets.base_params, policy_lora(self.config))
+            policy = shard_tree(assets.mesh, adapter)
+        retriever = init_lora(jax.random.fold_in(key, 2), assets.encoder.params, retriever_lora(self.config))
+        return bilevel.init_state(self.modules, policy, shard_tree(assets.mesh, retriever), jax.random.fold_in(key, 3))
+
+    def step(self, state: bilevel.BridgeState, batch: bilevel.Batch, retriever: bool):
+        """-> (state, metrics). `retriever`: also update the retriever, on `batch.turns`."""
+        return (self._step if retriever else self._policy_step)(self.frozen, state, batch)
+
+    def policy_variables(self, state: bilevel.BridgeState) -> dict:
+        """What `Qwen2.apply` takes: the policy published in its compute dtype (the same values the trainer computes with)."""
+        if self.config.policy.trainable == "lora":
+            return {"params": self.assets.base_params, "lora": state.policy}
+        return {"params": self._publish(state.policy)}
+
+    def retriever_lora(self, state: bilevel.BridgeState):
+        """The query tower's adapter, or None (the base tower, bit for bit) where the method leaves it alone."""
+        return state.retriever if self.trains_retriever else None
+
+    def compilations(self) -> int:
+        return self._step._cache_size() + self._policy_step._cache_size()
+
+
+def _reference(config: ConfigDict, assets: Assets):
+    """Frozen policy weights a step reads: the base under the LoRA (also the reference), or a compute-dtype copy for the KL term."""
+    if config.policy.trainable == "lora":
+        return assets.base_params
+    if config.grpo.kl_coef == 0:
+        return None
+    return jax.tree.map(lambda x: x.astype(assets.policy.dtype), assets.base_params)
+
+
+def fingerprint(config: ConfigDict, assets: Assets) -> dict[str, object]:
+    """What a checkpoint must share with the run that restores it."""
+    c = assets.policy.config
+    adapter = (config.policy.lora_rank, config.policy.lora_alpha) if config.policy.trainable == "lora" else ()
+    return {
+        "policy": f"{c.model_type} {c.num_layers} layers x {c.hidden_size}, vocabulary {c.vocab_size}",
+        "trainable": " ".join(map(str, (config.policy.trainable, *adapter))),
+        "encoder": assets.encoder.fingerprint[:16],
+        "retriever_lora": f"{config.retriever.lora_rank} {config.retriever.lora_alpha}",
+        "method": config.method.name,
+    }

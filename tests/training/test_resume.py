@@ -1,0 +1,104 @@
+"""A run killed with -9, between steps and inside one, goes on to the same metrics and the same final parameters, bit for bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import tiny_run
+
+from bridge_jax.training.metrics import read_metrics
+
+# What a clock or a compiler says is not the run's result.
+NOT_THE_RUN = ("time/", "compilations/", "rollout/compilations", "rollout/tokens_per_second")
+
+
+def command(world, workdir, *overrides):
+    return [sys.executable, "-m", "bridge_jax.train", f"--config={world / 'config.py'}", f"--workdir={workdir}", *overrides]
+
+
+def results(workdir):
+    rows = read_metrics(workdir / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if not name.startswith(NOT_THE_RUN)} for row in rows]
+
+
+def final_bytes(workdir):
+    files = ["policy/model.safetensors", "retriever/adapter_model.safetensors", "rollouts/step_000006.jsonl"]
+    return {name: (workdir / name).read_bytes() for name in files}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    tiny_run.write_world(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    cache = tmp_path_factory.mktemp("cache")
+    # Compiled programs are shared by the runs of this file.
+    return os.environ | {
+        "BRIDGE_JAX_CACHE": str(cache),
+        "JAX_COMPILATION_CACHE_DIR": str(cache / "xla"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    }
+
+
+@pytest.fixture(scope="module")
+def unbroken(world, environment, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("runs") / "unbroken"
+    done = subprocess.run(command(world, workdir), capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return workdir
+
+
+def kill_when(process, ready):
+    deadline = time.monotonic() + 120
+    while not ready():
+        assert process.poll() is None and time.monotonic() < deadline, "the run ended before it could be killed"
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def test_unbroken_run_is_whole(unbroken):
+    rows = results(unbroken)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert sum(row["credit/turns"] for row in rows) > 0, "the test world must search, or it tests nothing"
+    assert rows[-1]["retriever/drift"] > 0
+    assert {p.name for p in (unbroken / "eval").iterdir()} == {"step_000000.json", "step_000003.json", "step_000006.json"}
+    lines = (unbroken / "rollouts" / "step_000006.jsonl").read_text().split("\n")[:-1]
+    assert len(lines) == 8 and all(json.loads(line)["reason"] for line in lines)
+
+
+def test_killed_between_and_during_steps(world, environment, unbroken, tmp_path):
+    workdir = tmp_path / "killed"
+    metrics, inside = workdir / "metrics.jsonl", workdir / "rollouts" / "step_000005.jsonl"
+    process = subprocess.Popen(command(world, workdir), env=environment, stderr=subprocess.DEVNULL)
+    kill_when(process, lambda: len(read_metrics(metrics)) >= 3)  # between two steps, one of them checkpointed
+    process = subprocess.Popen(command(world, workdir), env=environment, stderr=subprocess.DEVNULL)
+    kill_when(process, inside.exists)  # inside step 5: its rollouts are written, its metrics are not
+    done = subprocess.run(command(world, workdir), capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "going on after step" in done.stderr
+    assert results(workdir) == results(unbroken)
+    assert final_bytes(workdir) == final_bytes(unbroken)
+
+
+def test_rerun_of_a_finished_run_changes_nothing(world, environment, unbroken):
+    before = final_bytes(unbroken), (unbroken / "metrics.jsonl").read_bytes()
+    done = subprocess.run(command(world, unbroken), capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert (final_bytes(unbroken), (unbroken / "metrics.jsonl").read_bytes()) == before
+
+
+def test_another_configuration_is_refused(world, environment, unbroken):
+    before = (unbroken / "config.json").read_bytes()
+    done = subprocess.run(command(world, unbroken, "--config.credit.gamma=0.5"), capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and done.stderr.strip().count("\n") == 0
+    assert "credit.gamma was 1.0, now 0.5" in done.stderr
+    assert (unbroken / "config.json").read_bytes() == before
