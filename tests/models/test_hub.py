@@ -189,5 +189,8 @@ def test_broken_config(folder):
 
 
 def test_tokenizer_missing(folder):
-    with pytest.raises(UserError, match="tokenizer"):
+    with pytest.raises(UserError, match="has no tokenizer"):
+        qwen2.load_tokenizer(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="no usable tokenizer"):
         qwen2.load_tokenizer(folder)

@@ -15,15 +15,17 @@ from bridge_jax.models.cache import KVBlock
 pytestmark = pytest.mark.real
 
 PROMPT, NEW = 512, 64
-TEXT = """The Brandenburg Concertos are a collection of six instrumental works presented by Johann Sebastian Bach to Christian Ludwig,
-Margrave of Brandenburg-Schwedt, in 1721 (though probably composed earlier). The original French title is Six Concerts à plusieurs
-instruments, meaning "six concertos for several instruments". Some of the pieces feature several solo instruments in combination. They are
-widely regarded as some of the greatest orchestral compositions of the Baroque era. def f(x): return x ** 2 + 3.14 * x  # 1,234,567
+TEXT = """The Brandenburg Concertos are a collection of six instrumental works presented by Johann Sebastian Bach to
+Christian Ludwig, Margrave of Brandenburg-Schwedt, in 1721 (though probably composed earlier). The original
+French title is Six Concerts à plusieurs instruments, meaning "six concertos for several instruments". Some of
+the pieces feature several solo instruments in combination. They are widely regarded as some of the greatest
+orchestral compositions of the Baroque era. def f(x): return x ** 2 + 3.14 * x  # 1,234,567
 """
 
 
 @pytest.fixture(scope="module", params=["smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct"])
 def pair(request):
+    torch.set_num_threads(1)  # generation on few cores that others use too spends its time in thread barriers otherwise
     folder = hub.resolve(request.param)
     tokens = np.array(qwen2.load_tokenizer(folder)(TEXT * 8)["input_ids"][:PROMPT])
     assert len(tokens) == PROMPT
