@@ -66,7 +66,7 @@ class Turn:
 
     query: str
     history: int
-    rows: np.ndarray  # [C] int32 corpus rows, best first
+    rows: np.ndarray  # [C] int32 corpus rows, best first; -1 where the index found fewer
     scores: np.ndarray  # [C] float32
     shown: int  # passages in the observation
     observation: tuple[int, int]  # tokens[start:end]
@@ -323,7 +323,7 @@ class RolloutEngine:
         config = self.config
         for (index, query), scores, hits in zip(searches.items(), np.asarray(found.scores), np.asarray(found.rows)):
             row = rows[index]
-            passages = [self.retriever.corpus[int(hit)] for hit in hits[: config.shown]]
+            passages = [self.retriever.corpus[int(hit)] for hit in hits[: config.shown] if hit >= 0]
             observation = protocol.render_observation(
                 passages, self.tokenizer, config.max_observation_tokens, config.max_passage_tokens
             )

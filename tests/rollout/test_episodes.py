@@ -199,12 +199,12 @@ def test_a_prompt_that_is_too_long_is_never_cut():
     engine, variables = real_engine()
     questions = tiny.questions(2)
     episodes, _ = engine.run(
-        variables, questions, prompts=[np.full(17, 5), np.full(16, 5)], group_size=2, key=jax.random.key(0), temperature=1.0
+        variables, questions, prompts=[np.full(17, 5), np.full(16, 5)], group_size=8, key=jax.random.key(0), temperature=1.0
     )
-    assert [episode.status for episode in episodes[:2]] == ["context_full"] * 2
-    assert [len(episode.prompt) for episode in episodes] == [17, 17, 16, 16]
+    assert [episode.status for episode in episodes[:8]] == ["context_full"] * 8
+    assert [len(episode.prompt) for episode in episodes] == [17] * 8 + [16] * 8
     assert len(episodes[0].tokens) == 0
-    assert all(len(episode.tokens) for episode in episodes[2:])
+    assert all(len(episode.tokens) for episode in episodes[8:])
 
 
 def test_a_retrieval_fault_marks_its_rollouts_and_spares_the_others():

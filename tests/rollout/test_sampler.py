@@ -13,6 +13,7 @@ from bridge_jax.rollout.stopping import stop_table
 
 TOKENIZER = tiny.word_tokenizer()
 V = len(TOKENIZER) + 3  # padded beyond the tokenizer
+pick = jax.jit(device.pick)
 
 
 @functools.cache
@@ -53,11 +54,11 @@ def test_pick_records_the_untempered_log_prob_and_draws_from_the_tempered_one():
     logits = jnp.tile(2 * jax.random.normal(jax.random.key(0), (1, 11)), (20_000, 1))
     samples, position = jnp.arange(20_000), jnp.full(20_000, 5)
     for temperature in (1.0, 0.5):
-        token, logp = device.pick(logits, jax.random.key(1), samples, position, jnp.float32(temperature))
+        token, logp = pick(logits, jax.random.key(1), samples, position, jnp.float32(temperature))
         np.testing.assert_allclose(logp, jax.nn.log_softmax(logits[0])[token], atol=1e-5)
         share = np.bincount(np.asarray(token), minlength=11) / 20_000
         np.testing.assert_allclose(share, jax.nn.softmax(logits[0] / temperature), atol=0.015)
-    token, logp = device.pick(logits, jax.random.key(1), samples, position, jnp.float32(0.0))
+    token, logp = pick(logits, jax.random.key(1), samples, position, jnp.float32(0.0))
     assert (token == logits[0].argmax()).all()
     np.testing.assert_allclose(logp, jax.nn.log_softmax(logits[0]).max(), atol=1e-5)
 
@@ -65,14 +66,14 @@ def test_pick_records_the_untempered_log_prob_and_draws_from_the_tempered_one():
 def test_a_row_depends_on_its_key_sample_and_position_only():
     logits = jax.random.normal(jax.random.key(0), (6, 50))
     samples, positions = jnp.arange(6) + 3, jnp.asarray([1, 2, 3, 4, 5, 6])
-    token, _ = device.pick(logits, jax.random.key(1), samples, positions, jnp.float32(1))
+    token, _ = pick(logits, jax.random.key(1), samples, positions, jnp.float32(1))
     order = jnp.asarray([4, 0, 2])
-    some, _ = device.pick(logits[order], jax.random.key(1), samples[order], positions[order], jnp.float32(1))
+    some, _ = pick(logits[order], jax.random.key(1), samples[order], positions[order], jnp.float32(1))
     assert (some == token[order]).all()
     same = jnp.zeros((200, 50))
-    token, _ = device.pick(same, jax.random.key(1), jnp.zeros(200, int), jnp.arange(200), jnp.float32(1))
+    token, _ = pick(same, jax.random.key(1), jnp.zeros(200, int), jnp.arange(200), jnp.float32(1))
     assert len(set(np.asarray(token).tolist())) > 30  # another position, another draw
-    token, _ = device.pick(same, jax.random.key(1), jnp.arange(200), jnp.zeros(200, int), jnp.float32(1))
+    token, _ = pick(same, jax.random.key(1), jnp.arange(200), jnp.zeros(200, int), jnp.float32(1))
     assert len(set(np.asarray(token).tolist())) > 30
 
 
@@ -110,11 +111,12 @@ def test_chunks_and_stops():
         assert int(state.forwarded) == sum(map(len, prompts)) + sum(map(len, ids))
         assert state.private.valid.sum(1).tolist() == [len(row) for row in ids]
     assert results[0] == results[1]
-    search, answer = TOKENIZER.convert_tokens_to_ids(["</search>", "</answer>"])
+    stops = {i: device.SEARCH for token, i in TOKENIZER.get_vocab().items() if "</search>" in token}
+    stops |= {i: device.ANSWER for token, i in TOKENIZER.get_vocab().items() if "</answer>" in token}
+    stops |= {1: device.EOS, 2: device.EOS}
     seen = set()
     for row, reason in zip(*results[0]):
         seen.add(reason)
-        stops = {search: device.SEARCH, answer: device.ANSWER, 1: device.EOS, 2: device.EOS}
         assert not set(row[:-1]) & set(stops)
         assert reason == stops.get(row[-1], device.LIMIT)
         assert reason != device.LIMIT or len(row) == 30

@@ -15,6 +15,7 @@ from bridge_jax.rollout import protocol
 from bridge_jax.rollout.stopping import byte_automaton, fold_vocabulary, stop_table
 
 STOPS = [stop.encode() for stop in protocol.STOP_STRINGS]
+AUTOMATON = byte_automaton(STOPS)
 
 
 def completing_token(pieces: list[bytes]) -> tuple[int, int] | None:
@@ -49,7 +50,7 @@ def test_any_split_of_any_text_stops_at_the_completing_token(before, stop, after
     text = before + stop + after
     bounds = [0, *sorted({cut for cut in cuts if cut < len(text)}), len(text)]  # a leading 0-0 piece: an empty token
     pieces = [text[a:b] for a, b in itertools.pairwise(bounds)]
-    transitions, accepting = byte_automaton(STOPS)
+    transitions, accepting = AUTOMATON
     table = fold_vocabulary(transitions, pieces)
     assert run_table(table, accepting, range(len(pieces))) == completing_token(pieces)
     # The first match stays, whatever is read after it.
@@ -62,7 +63,7 @@ def test_any_split_of_any_text_stops_at_the_completing_token(before, stop, after
 @settings(max_examples=200, deadline=None)
 @given(texts)
 def test_texts_without_a_tag_never_stop(text):
-    transitions, accepting = byte_automaton(STOPS)
+    transitions, accepting = AUTOMATON
     state = 0
     for byte in text:
         state = transitions[state, byte]
