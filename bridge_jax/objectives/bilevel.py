@@ -149,7 +149,7 @@ def guarded_update(optimizer: optax.GradientTransformation, gradient, opt_state,
 
     Returns (params, opt_state, gradient norm, skipped): `skipped` is 1 for a non-finite gradient, whose norm is reported as 0.
     """
-    norm = optax.global_norm(gradient)
+    norm = optax.tree.norm(gradient)
     finite = jnp.isfinite(norm)
     apply = finite & wanted
     gradient = jax.tree.map(lambda g: jnp.where(apply, g, 0.0), gradient)
