@@ -9,7 +9,8 @@ RUN := $(VENV)/bin/python
 .PHONY: demo test lint setup clean
 
 demo: $(VENV)/.installed
-	$(RUN) -m bridge_jax.demo
+	$(RUN) -m bridge_jax.warmstart --config=configs/pocket.py --workdir=runs/demo $(DEMO)
+	$(RUN) -m bridge_jax.train --config=configs/pocket.py --workdir=runs/demo $(DEMO)
 
 test: $(VENV)/.installed-test lint
 	$(RUN) -m pytest

@@ -43,7 +43,6 @@ setup(
         "test": ["pytest>=8,<10", "hypothesis>=6.100,<7", "ruff>=0.11,<1", "torch==2.13.0", "peft>=0.17,<1", "faiss-cpu>=1.9,<2"],
     },
     classifiers=[
-        "License :: OSI Approved :: Apache Software License",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",

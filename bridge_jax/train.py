@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from ml_collections import ConfigDict
+from rich.console import Console
 
 from bridge_jax import config as configuration
 from bridge_jax.errors import main_guard
@@ -37,17 +40,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(config: ConfigDict, workdir: Path) -> Path:
     """What the command does, for callers that have a configuration."""
     from bridge_jax.evaluation.run import evaluate_sets, evaluation_engine, load_sets  # late: --help need not wait for them
+    from bridge_jax.evaluation.table import comparison_table
     from bridge_jax.training import loop
 
     sets = load_sets(config)
-    engines = {}
+    engine = functools.cache(evaluation_engine)  # one for all evaluations: it compiles once
 
     def evaluate(assets, policy_variables, retriever_lora):
-        engine = engines.setdefault("evaluation", None) or evaluation_engine(assets)
-        engines["evaluation"] = engine
-        return evaluate_sets(assets, policy_variables, sets, retriever_lora=retriever_lora, seed=config.train.seed, engine=engine)
+        return evaluate_sets(
+            assets, policy_variables, sets, retriever_lora=retriever_lora, seed=config.train.seed, engine=engine(assets)
+        )
 
-    return loop.run(config, workdir, evaluate)
+    loop.run(config, workdir, evaluate)
+    before, after = (json.loads((workdir / "eval" / f"step_{n:06d}.json").read_text("utf-8")) for n in (0, config.train.steps))
+    title = f"{config.method.name}: greedy evaluation before and after {config.train.steps} steps"
+    Console().print(comparison_table(before, after, ("start", f"step {config.train.steps}"), title))
+    return workdir
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from bridge_jax.retrieval.retriever import Retriever
 from bridge_jax.rollout.episodes import RolloutConfig, RolloutEngine
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Assets:
     """Loaded once a process; `base_params` is the policy's starting point (and, without `lora`, the reference policy)."""
 
