@@ -52,9 +52,10 @@ def train(config: ConfigDict, workdir: Path) -> Path:
         )
 
     loop.run(config, workdir, evaluate)
-    before, after = (json.loads((workdir / "eval" / f"step_{n:06d}.json").read_text("utf-8")) for n in (0, config.train.steps))
-    title = f"{config.method.name}: greedy evaluation before and after {config.train.steps} steps"
-    Console().print(comparison_table(before, after, ("start", f"step {config.train.steps}"), title))
+    evaluations = sorted((workdir / "eval").glob("step_??????.json"))
+    before, after = (json.loads(path.read_text("utf-8")) for path in (evaluations[0], evaluations[-1]))
+    title = f"{config.method.name}: greedy evaluation before and after {after['step']} steps"
+    Console().print(comparison_table(before, after, ("start", f"step {after['step']}"), title))
     return workdir
 
 
