@@ -273,27 +273,34 @@ def policy_update(config: StepConfig, modules: Modules, frozen_params, policy, o
     return policy, opt_state, metrics
 
 
+def retriever_step(config: StepConfig, modules: Modules, frozen: Frozen, state: BridgeState, turns: Turns):
+    """The lower level of a step: (state, turns) -> (state, metrics). Pure; the identity when `config.retriever` is None.
+
+    `turns.log_likelihood` must have been scored with `state.policy` (see the module's text).
+    """
+    if config.retriever is None:
+        return state, {}
+    key = jax.random.fold_in(state.rng, state.step)
+    lora, opt_state, metrics = retriever_update(config, modules, frozen.encoder, state.retriever, state.retriever_opt, turns, key)
+    return state.replace(retriever=lora, retriever_opt=opt_state), metrics
+
+
+def policy_step(config: StepConfig, modules: Modules, frozen: Frozen, state: BridgeState, rollouts: Rollouts):
+    """The upper level of a step, which also counts it: (state, rollouts) -> (state, metrics). Pure."""
+    policy, opt_state, metrics = policy_update(config, modules, frozen.policy, state.policy, state.policy_opt, rollouts)
+    return state.replace(step=state.step + 1, policy=policy, policy_opt=opt_state), metrics
+
+
 def bridge_step(
     config: StepConfig, modules: Modules, frozen: Frozen, state: BridgeState, batch: Batch
 ) -> tuple[BridgeState, dict[str, jax.Array]]:
     """(state, batch) -> (state, metrics): the retriever on `batch.turns`, then the policy on `batch.rollouts`. Pure.
 
-    `batch.turns.log_likelihood` must have been scored with `state.policy` (see the module's text). The two updates read disjoint
-    parts of the state, and the rollouts are not resampled in between, so their order shows only in the next rollouts.
+    The two updates read disjoint parts of the state, and the rollouts are not resampled in between, so their order shows only in
+    the next rollouts; `training.state.Learner` compiles them apart, because their shapes change independently.
     """
-    metrics: dict[str, jax.Array] = {}
-    retriever, retriever_opt = state.retriever, state.retriever_opt
-    if config.retriever is not None:
-        key = jax.random.fold_in(state.rng, state.step)
-        retriever, retriever_opt, metrics = retriever_update(
-            config, modules, frozen.encoder, retriever, retriever_opt, batch.turns, key
-        )
-    policy, policy_opt, policy_metrics = policy_update(
-        config, modules, frozen.policy, state.policy, state.policy_opt, batch.rollouts
-    )
-    state = state.replace(
-        step=state.step + 1, policy=policy, policy_opt=policy_opt, retriever=retriever, retriever_opt=retriever_opt
-    )
+    state, metrics = retriever_step(config, modules, frozen, state, batch.turns)
+    state, policy_metrics = policy_step(config, modules, frozen, state, batch.rollouts)
     return state, metrics | policy_metrics
 
 

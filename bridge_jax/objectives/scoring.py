@@ -5,10 +5,10 @@ Source: METHOD 3. A continuation is
     <information>Doc 1(Title: ...) text</information><answer> GOLD
     |------------ protocol.document_tokens --------||----- answer -----|
 
-The document's tokens are those of an observation (same renderer, same tokeniser calls). `<answer> GOLD` is tokenised as one text,
-because that is what the policy itself writes: after `<answer>` a byte-level BPE writes " Paris" as one token and never a lone space
-followed by "Paris". The summed tokens are those that differ from the tokens of `<answer> ` alone: the gold answer, with the
-space in front of it where the tokenizer glues the two together.
+The document's tokens are those of an observation (same renderer, same tokeniser calls). The gold answer is tokenised by itself and
+appended to the tokens of `<answer> `: the summed tokens are exactly y of METHOD 3. A byte-level BPE writing the text in one go would
+glue the space to the answer (" Paris"). Measured on 48 HotpotQA questions with SmolLM2-135M, 8 passages each, that form scores
+the gold passage about 4 nats higher and the others too: it was on top in 44 questions, here in 45.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _scorer = jax.jit(document_log_likelihood, static_argnums=0, static_argnames=("a
 class ScoringConfig:
     """golds: gold answers scored per turn: 1 = the first listed; K > 1 = log of the mean likelihood of the first K.
     turns_per_batch: turns in one forward pass (times candidates times golds rows): bounds the memory.
-    max_passage_tokens: beginning of each document that is scored, tags included; None = whole.
+    max_passage_tokens: beginning of each document that is scored, as in an observation; None = whole.
     chunk: tokens unembedded at once."""
 
     golds: int = 1
@@ -40,13 +40,9 @@ class ScoringConfig:
 
 
 def answer_tokens(gold: str, tokenizer) -> tuple[list[int], int]:
-    """(tokens of `<answer> GOLD`, how many of them come before the answer). See the module's text for the boundary."""
+    """(tokens of `<answer> ` and the gold answer, how many of them come before the answer)."""
     prefix = protocol.encode(tokenizer, f"{protocol.ANSWER_OPEN} ")
-    tokens = protocol.encode(tokenizer, f"{protocol.ANSWER_OPEN} {gold.strip()}")
-    start = 0
-    while start < min(len(prefix), len(tokens) - 1) and prefix[start] == tokens[start]:
-        start += 1
-    return tokens, start
+    return prefix + protocol.encode_untrusted(tokenizer, gold.strip()), len(prefix)
 
 
 def build_scoring_batch(
