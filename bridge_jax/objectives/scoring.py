@@ -6,7 +6,7 @@ Source: METHOD 3. A continuation is
     |------------ protocol.document_tokens --------||----- answer -----|
 
 The document's tokens are those of an observation (same renderer, same tokeniser calls). The gold answer is tokenised by itself and
-appended to the tokens of `<answer> `: the summed tokens are exactly y of METHOD 3. A byte-level BPE writing the text in one go would
+appended to the tokens of `<answer> `: the summed tokens are exactly y of METHOD 3. A byte-level BPE that reads it as one text would
 glue the space to the answer (" Paris"). Measured on 48 HotpotQA questions with SmolLM2-135M, 8 passages each, that form scores
 the gold passage about 4 nats higher and the others too: it was on top in 44 questions, here in 45.
 """
