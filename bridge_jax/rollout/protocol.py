@@ -177,13 +177,12 @@ def least_observation_tokens(tokenizer) -> int:
     return max(corrective, sum(map(len, _frame(tokenizer))) + 8)
 
 
-def document_tokens(passage: PassageLike, tokenizer, max_tokens: int | None = None) -> np.ndarray:
-    """``<information>Doc 1(Title: ...) text</information>`` as tokens [T] int32, T <= max_tokens, cut at the document's end.
+def document_tokens(passage: PassageLike, tokenizer, max_passage_tokens: int | None = None) -> np.ndarray:
+    """``<information>Doc 1(Title: ...) text</information>`` as tokens [T] int32.
 
-    The text document scoring conditions on (METHOD.md 3), token for token what a rollout shows as its first document.
+    The text document scoring conditions on (METHOD.md 3), token for token what a rollout shows as its first document:
+    `max_passage_tokens` means what it means in `render_observation`.
     """
     opening, closing = encode(tokenizer, INFORMATION_OPEN), encode(tokenizer, INFORMATION_CLOSE)
     document = encode_untrusted(tokenizer, render_document(1, passage))
-    if max_tokens is not None:
-        document = document[: max(0, max_tokens - len(opening) - len(closing))]
-    return np.asarray([*opening, *document, *closing], np.int32)
+    return np.asarray([*opening, *document[: max_passage_tokens or len(document)], *closing], np.int32)

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from bridge_jax.mesh import batch_sharding
 from bridge_jax.models import e5
-from bridge_jax.objectives.bilevel import Batch, Rollouts, Turns
+from bridge_jax.objectives.bilevel import Rollouts, Turns
 from bridge_jax.rollout.episodes import Episode, Turn
 from bridge_jax.training.assets import Assets
 
@@ -84,7 +84,7 @@ def pack_turns(
     return Turns(query_tokens, query_mask, vectors, doc_mask, likelihood, turn_advantages, mask)
 
 
-def place(batch: Batch, mesh) -> Batch:
+def place(batch: Rollouts | Turns, mesh):
     """On the devices: leading axes split over the mesh's batch axes where they divide."""
     if mesh is None:
         return jax.tree.map(jax.numpy.asarray, batch)

@@ -24,7 +24,7 @@ from bridge_jax.errors import UserError
 from bridge_jax.models import qwen2
 from bridge_jax.models.lora import merge_lora, save_peft
 from bridge_jax.objectives import rewards, scoring
-from bridge_jax.objectives.bilevel import Batch, BridgeState
+from bridge_jax.objectives.bilevel import BridgeState
 from bridge_jax.objectives.grpo import group_advantages, informative_groups
 from bridge_jax.training import batch as batches
 from bridge_jax.training.assets import Assets, load_assets, policy_lora, retriever_lora
@@ -132,19 +132,21 @@ class Loop:
         if config.grpo.filter_zero_advantage:
             trained &= np.asarray(informative_groups(groups, valid))[:, None]
 
-        update_retriever = learner.trains_retriever and step % config.credit.period == 0
-        chosen, likelihoods, turns = [], [], None
-        if update_retriever:
+        chosen, likelihoods = [], []
+        if learner.trains_retriever and step % config.credit.period == 0:
             chosen = batches.choose_turns(episodes, config.credit.max_turns, config.train.seed, step)
             likelihoods = self._score(variables, episodes, chosen)
-            turns = batches.pack_turns(assets, chosen, likelihoods, advantages, batches.turn_rows(config))
             metrics["credit/turns"] = len(chosen)
-        clock.lap("score")
+            clock.lap("score")
+            turns = batches.pack_turns(assets, chosen, likelihoods, advantages, batches.turn_rows(config))
+            state, learned = learner.retriever_step(state, turns)
+            metrics |= {name: float(value) for name, value in learned.items()}
+            clock.lap("retriever")
 
         rollouts = batches.pack_rollouts(episodes, advantages, trained.reshape(-1), self._longest)
-        state, learned = learner.step(state, batches.place(Batch(rollouts, turns), assets.mesh), update_retriever)
+        state, learned = learner.policy_step(state, rollouts)
         metrics |= {name: float(value) for name, value in learned.items()}
-        clock.lap("update")
+        clock.lap("policy")
         self._refuse_divergence(step, metrics)
 
         if config.train.log_rollouts_every and step % config.train.log_rollouts_every == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from bridge_jax.objectives import bilevel
 from bridge_jax.objectives.grpo import GRPOConfig
 from bridge_jax.objectives.rag import RetrieverLossConfig
 from bridge_jax.objectives.scoring import ScoringConfig
+from bridge_jax.training import batch as batches
 from bridge_jax.training.assets import Assets, policy_lora, retriever_lora
 from bridge_jax.training.methods import method_of
 
@@ -72,16 +73,15 @@ def scoring_config(config: ConfigDict) -> ScoringConfig:
 
 
 class Learner:
-    """The compiled steps of a run and what they read: `step(state, batch, retriever=True)` takes the state over."""
+    """The compiled halves of a run's step (`bilevel.bridge_step`) and what they read. Both halves take the state over."""
 
     def __init__(self, config: ConfigDict, assets: Assets):
         self.config, self.assets = config, assets
-        with_retriever = step_config(config)
-        optimisers = bilevel.make_optimizers(with_retriever)
-        self.modules = bilevel.Modules(assets.policy, assets.encoder.module, *optimisers)
-        self.frozen = bilevel.Frozen(_reference(config, assets), assets.encoder.params)
-        self._step = bilevel.make_step(with_retriever, self.modules)
-        self._policy_step = bilevel.make_step(dataclasses.replace(with_retriever, retriever=None), self.modules)
+        settings = step_config(config)
+        self.modules = bilevel.Modules(assets.policy, assets.encoder.module, *bilevel.make_optimizers(settings))
+        self._frozen = bilevel.Frozen(_reference(config, assets), assets.encoder.params)
+        self._retriever = jax.jit(functools.partial(bilevel.retriever_step, settings, self.modules), donate_argnums=1)
+        self._policy = jax.jit(functools.partial(bilevel.policy_step, settings, self.modules), donate_argnums=1)
         self._publish = jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(assets.policy.dtype), tree))
 
     @property
@@ -100,9 +100,13 @@ class Learner:
         retriever = init_lora(jax.random.fold_in(key, 2), assets.encoder.params, retriever_lora(self.config))
         return bilevel.init_state(self.modules, policy, shard_tree(assets.mesh, retriever), jax.random.fold_in(key, 3))
 
-    def step(self, state: bilevel.BridgeState, batch: bilevel.Batch, retriever: bool):
-        """-> (state, metrics). `retriever`: also update the retriever, on `batch.turns`."""
-        return (self._step if retriever else self._policy_step)(self.frozen, state, batch)
+    def retriever_step(self, state: bilevel.BridgeState, turns: bilevel.Turns):
+        """-> (state, metrics)"""
+        return self._retriever(self._frozen, state, batches.place(turns, self.assets.mesh))
+
+    def policy_step(self, state: bilevel.BridgeState, rollouts: bilevel.Rollouts):
+        """-> (state, metrics)"""
+        return self._policy(self._frozen, state, batches.place(rollouts, self.assets.mesh))
 
     def policy_variables(self, state: bilevel.BridgeState) -> dict:
         """What `Qwen2.apply` takes: the policy published in its compute dtype (the same values the trainer computes with)."""
@@ -115,7 +119,7 @@ class Learner:
         return state.retriever if self.trains_retriever else None
 
     def compilations(self) -> int:
-        return self._step._cache_size() + self._policy_step._cache_size()
+        return self._retriever._cache_size() + self._policy._cache_size()
 
 
 def _reference(config: ConfigDict, assets: Assets):

@@ -85,15 +85,18 @@ def test_max_passage_tokens_shows_beginnings():
 
 
 def test_scored_documents_have_the_tokens_of_a_rollouts_first_document():
-    scored = protocol.document_tokens(RIVER, BYTES, None)
+    scored = protocol.document_tokens(RIVER, BYTES)
     assert BYTES.decode(scored) == "<information>Doc 1(Title: Red River) The Red River flows into the Mississippi.</information>"
-    document = scored.tolist()[len(protocol.encode(BYTES, "<information>")) : -len(protocol.encode(BYTES, "</information>"))]
-    shown = protocol.render_observation([RIVER], BYTES, 1000).tokens.tolist()
-    assert any(shown[at : at + len(document)] == document for at in range(len(shown)))
-    for limit in (30, 40, len(scored), len(scored) + 5):
-        short = protocol.document_tokens(RIVER, BYTES, limit)
-        assert len(short) == min(limit, len(scored))
-        assert BYTES.decode(short).endswith("</information>")
+    frame = len(protocol.encode(BYTES, "<information>")), len(protocol.encode(BYTES, "</information>"))
+    whole = len(scored) - sum(frame)
+    for limit in (None, 0, 7, 14, whole, whole + 5):
+        scored = protocol.document_tokens(RIVER, BYTES, limit).tolist()
+        shown = protocol.render_observation([RIVER], BYTES, 1000, limit).tokens.tolist()
+        document = scored[frame[0] : -frame[1]]
+        assert len(document) == min(limit or whole, whole)
+        outer = len(protocol.encode(BYTES, "\n\n<information>")), len(protocol.encode(BYTES, "</information>\n\n"))
+        assert shown[outer[0] : -outer[1]] == document
+        assert BYTES.decode(scored).endswith("</information>")
 
 
 TAGS = ["<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>", "<think>", "</think>"]
