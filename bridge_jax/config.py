@@ -79,7 +79,7 @@ def default() -> ConfigDict:
     c.grpo.minibatch_questions = 64
     c.grpo.microbatch = 8  # rollouts in one forward/backward
     c.grpo.advantage = "grpo"  # grpo | dr_grpo
-    c.grpo.aggregation = "token_mean"  # token_mean | dr_grpo
+    c.grpo.aggregation = "token_mean"  # token_mean | seq_mean | dr_grpo
     c.grpo.clip_low = 0.2
     c.grpo.clip_high = 0.2
     c.grpo.dual_clip = 3.0
@@ -243,7 +243,7 @@ _CHOICES = {
     "policy.compute_dtype": ("float32", "bfloat16"),
     "index.kind": ("auto", "scann", "exact"),
     "grpo.advantage": ("grpo", "dr_grpo"),
-    "grpo.aggregation": ("token_mean", "dr_grpo"),
+    "grpo.aggregation": ("token_mean", "seq_mean", "dr_grpo"),
 }
 _AT_LEAST = {  # smallest allowed value; numbers not named here must be >= 0
     "policy.lora_rank": 1,

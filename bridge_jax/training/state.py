@@ -18,9 +18,6 @@ from bridge_jax.training import batch as batches
 from bridge_jax.training.assets import Assets, policy_lora, retriever_lora
 from bridge_jax.training.methods import method_of
 
-_AGGREGATION = {"token_mean": "token_mean", "dr_grpo": "constant"}
-
-
 def grpo_config(config: ConfigDict) -> GRPOConfig:
     g = config.grpo
     return GRPOConfig(
@@ -28,7 +25,7 @@ def grpo_config(config: ConfigDict) -> GRPOConfig:
         clip_high=g.clip_high,
         dual_clip=g.dual_clip or None,
         kl_coef=g.kl_coef,
-        aggregation=_AGGREGATION[g.aggregation],
+        aggregation=g.aggregation,
         normaliser=float(config.rollout.max_response_tokens),
     )
 
