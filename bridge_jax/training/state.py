@@ -18,6 +18,7 @@ from bridge_jax.training import batch as batches
 from bridge_jax.training.assets import Assets, policy_lora, retriever_lora
 from bridge_jax.training.methods import method_of
 
+
 def grpo_config(config: ConfigDict) -> GRPOConfig:
     g = config.grpo
     return GRPOConfig(
