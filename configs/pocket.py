@@ -16,6 +16,7 @@ def get_config():
     c.policy.lora_rank = 16
     c.policy.lora_alpha = 32.0
     c.policy.compute_dtype = "float32"  # bfloat16 is slower on CPUs
+    c.policy.remat = False  # a quarter fewer FLOPs; the activations fit
 
     c.retriever.encoder = "minilm-l6-v2"
     c.retriever.max_length = 128
@@ -28,6 +29,7 @@ def get_config():
     c.data.eval = ("embedded/hotpotqa",)
     c.data.eval_limit = 100
 
+    c.rollout.prompt = "brief"
     c.rollout.candidates = 16
     c.rollout.max_prompt_tokens = 256
     c.rollout.max_new_tokens = 64
@@ -56,9 +58,9 @@ def get_config():
     c.train.eval_every = 0
     c.train.checkpoint_every = 1
 
-    c.warmstart.questions = 300
-    c.warmstart.epochs = 2
+    c.warmstart.questions = 256
+    c.warmstart.epochs = 1
     c.warmstart.batch = 8
     c.warmstart.microbatch = 4
-    c.warmstart.lr = 1e-4
+    c.warmstart.lr = 2e-4
     return c

@@ -1,4 +1,4 @@
-"""Qwen2.5-0.5B-Instruct and E5-small-v2 for one small accelerator (a free Colab GPU or TPU), over the embedded Wikipedia passages."""
+"""Qwen2.5-0.5B-Instruct and E5-small-v2 on one small accelerator (a free Colab GPU or TPU), over the embedded passages."""
 
 from bridge_jax import config as configuration
 
