@@ -62,7 +62,7 @@ def run(config: ConfigDict, workdir: Path) -> Path:
     claim(config, workdir)
     folder = Path(workdir) / "warmstart"
     if (folder / "config.json").is_file():
-        console.print(f"{folder} is complete; nothing to do. Next: python -m bridge_jax.train with the same --config and --workdir")
+        console.print(f"{folder} is complete; nothing to do. Next: python -m bridge_jax.train", markup=False, soft_wrap=True)
         return folder
     assets = load_assets(config, workdir, use_warmstart=False)
     traces, heldout = build_traces(assets, console)
@@ -76,6 +76,7 @@ def run(config: ConfigDict, workdir: Path) -> Path:
         f"warm start done: {summary['steps']} steps, held-out loss {summary['heldout_before']:.3f} -> "
         f"{summary['heldout_after']:.3f}; policy in {folder}. Next: python -m bridge_jax.train, same --config and --workdir",
         markup=False,
+        soft_wrap=True,
     )
     return folder
 
@@ -128,6 +129,7 @@ def build_traces(assets: Assets, console: Console) -> tuple[list[Trace], list[Tr
         f"(longest {max(lengths)}), {trained / sum(lengths):.0%} of them trained; the gold passage was retrieved by "
         f"{np.mean([turn.found for turn in turns]):.0%} of the searches" + (f"; skipped: {reasons}" if reasons else ""),
         markup=False,
+        soft_wrap=True,
     )
     return traces[held:], traces[:held]
 

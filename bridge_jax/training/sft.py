@@ -302,4 +302,4 @@ class _Meter:
         elif number == self._total or number - self._start <= 2 or time.monotonic() - self._spoke >= self.PLAIN_SECONDS:
             self._spoke = time.monotonic()
             left = (self._spoke - self._begin) / (number - self._start) * (self._total - number)
-            self._console.print(f"warm start {number}/{self._total}  {text}  ETA {left / 60:.1f} min", markup=False)
+            self._console.print(f"warm start {number}/{self._total}  {text}  ETA {left / 60:.1f} min", markup=False, soft_wrap=True)
