@@ -6,14 +6,15 @@ from collections.abc import Mapping
 
 from rich.table import Table
 
-LABELS = {"multi_hop": "multi-hop average", "overall": "average"}
+_STYLE = {"title_justify": "left", "box": None, "padding": (0, 2, 0, 0)}  # narrow: a row fits into 80 columns
+LABELS = {"multi_hop": "multi-hop avg", "overall": "average"}
 
 
 def results_table(result: Mapping, title: str = "") -> Table:
     """One row a data set, then the averages. `result`: of `evaluation.run.evaluate_sets`."""
     k = result["k"]
-    table = Table(title=title or None, title_justify="left")
-    table.add_column("data set")
+    table = Table(title=title or None, **_STYLE)
+    table.add_column("data set", overflow="fold", min_width=8)
     for name in ("n", "EM", "95 %", "F1", "sub-EM", *dict.fromkeys(("R@3", f"R@{k}")), "searches", "tokens"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, row in _rows(result):
@@ -33,11 +34,11 @@ def results_table(result: Mapping, title: str = "") -> Table:
 
 def comparison_table(before: Mapping, after: Mapping, labels: tuple[str, str] = ("before", "after"), title: str = "") -> Table:
     """Two evaluations of the same data sets: each metric as `before -> after`; the EM column carries both 95 % intervals."""
-    table = Table(title=title or None, title_justify="left")
-    table.add_column("data set")
+    table = Table(title=title or None, **_STYLE)
+    table.add_column("data set", overflow="fold", min_width=8)
     table.add_column("n", justify="right")
-    table.add_column("", justify="left")
-    for name in ("EM", "95 %", "F1", "sub-EM", "R@3", "searches", "answered"):
+    table.add_column("", no_wrap=True)
+    for name in ("EM", "95 %", "F1", "R@3", "searches", "answered"):
         table.add_column(name, justify="right", no_wrap=True)
     after_rows = dict(_rows(after))
     for name, old in _rows(before):
@@ -53,12 +54,10 @@ def comparison_table(before: Mapping, after: Mapping, labels: tuple[str, str] = 
                 _percent(row["em"]),
                 f"{_percent(row['em_low'])}-{_percent(row['em_high'])}",
                 _percent(row["f1"]),
-                _percent(row["sub_em"]),
                 _percent(row["recall@3"]),
                 f"{row['searches']:.2f}",
                 answered,
             )
-        table.add_section()
     return table
 
 

@@ -29,7 +29,8 @@ from bridge_jax.rollout.episodes import RolloutConfig
 from bridge_jax.training import trace_text
 
 BLOCK = 64  # questions whose hops are retrieved together
-QUOTES = (14, 10, 7, 5, 0)  # words quoted in a thought: the first that fits into one generation
+# Words quoted in a thought: the first that fits into one generation. Short, so that a policy that quotes a bit more still fits.
+QUOTES = (9, 6, 4, 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,7 +111,7 @@ def test_tables():
     before = result({"hotpotqa": [row(0.0)] * 4, "nq": [row(0.0, recall=None)] * 2})
     after = result({"hotpotqa": [row(1.0)] * 3 + [row(0.0)], "nq": [row(0.0, recall=None)] * 2, "musique": [row(1.0)]})
     text = text_of(results_table(before, "step 3"))
-    assert "step 3" in text and "hotpotqa" in text and "R@5" in text and "multi-hop average" in text and " - " in text
+    assert "step 3" in text and "hotpotqa" in text and "R@5" in text and "multi-hop avg" in text and " - " in text
     text = text_of(comparison_table(before, after, ("start", "end")))
     lines = [line for line in text.splitlines() if "start" in line or "end" in line]
     assert "musique" not in text  # only what both have
