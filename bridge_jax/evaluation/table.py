@@ -45,11 +45,11 @@ def comparison_table(before: Mapping, after: Mapping, labels: tuple[str, str] = 
         new = after_rows.get(name)
         if new is None:
             continue
-        for label, row in zip(labels, (old, new), strict=True):
+        for first, label, row in ((True, labels[0], old), (False, labels[1], new)):
             answered = f"{row['statuses']['answered'] / row['n']:.0%}" if "statuses" in row else ""
             table.add_row(
-                name if row is old else "",
-                str(row["n"]) if row is old else "",
+                name if first else "",
+                str(row["n"]) if first else "",
                 label,
                 _percent(row["em"]),
                 f"{_percent(row['em_low'])}-{_percent(row['em_high'])}",
