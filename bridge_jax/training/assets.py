@@ -49,9 +49,8 @@ def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True
       UserError: a missing model, corpus, index or warm start, or one that does not fit another.
     """
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor) if jax.device_count() > 1 else None
-    encoder = load_encoder(config, mesh)
     corpus = Corpus.open(corpus_path(config), limit=config.index.limit or None)
-    index = open_or_build_index(config, encoder, corpus, mesh)
+    encoder = load_encoder(config, mesh)
     source = policy_source(config, Path(workdir)) if use_warmstart else config.policy.model
     policy, base_params = qwen2.load(
         source,
@@ -63,6 +62,7 @@ def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True
     )
     tokenizer = qwen2.load_tokenizer(source)
     eos_ids = qwen2.eos_ids(hub.resolve(source), tokenizer)
+    index = open_or_build_index(config, encoder, corpus, mesh)  # last: everything that can be wrong is found before the long work
     retriever = Retriever(encoder, index, corpus)
     engine = RolloutEngine(policy, tokenizer, eos_ids, rollout_config(config), retriever)
     return Assets(config, mesh, policy, base_params, tokenizer, eos_ids, encoder, corpus, index, retriever, engine)
