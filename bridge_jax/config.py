@@ -57,7 +57,7 @@ def default() -> ConfigDict:
     c.data.train_split = "train"
     c.data.weights = ()  # one weight a source; () = by size
     c.data.eval = ("hotpotqa",)
-    c.data.eval_split = "test"
+    c.data.eval_split = ""  # "" = the published evaluation split of each set ("test" for embedded sets)
     c.data.eval_limit = 500  # questions a dataset; 0 = all
 
     c.rollout = ConfigDict()

@@ -16,7 +16,6 @@ def get_config():
     c.policy.lora_rank = 16
     c.policy.lora_alpha = 32.0
     c.policy.compute_dtype = "float32"  # bfloat16 is slower on CPUs
-    c.policy.remat = False  # a quarter fewer FLOPs; the activations fit
 
     c.retriever.encoder = "minilm-l6-v2"
     c.retriever.max_length = 128
@@ -32,10 +31,10 @@ def get_config():
     c.rollout.prompt = "brief"
     c.rollout.candidates = 16
     c.rollout.max_prompt_tokens = 256
-    c.rollout.max_new_tokens = 64
+    c.rollout.max_new_tokens = 80
     c.rollout.max_observation_tokens = 224
     c.rollout.max_passage_tokens = 56
-    c.rollout.max_response_tokens = 640
+    c.rollout.max_response_tokens = 704
     c.rollout.chunk = 16
     c.rollout.batch_groups = 4
 
