@@ -18,6 +18,7 @@ from bridge_jax.data.formats import canonical_name
 from bridge_jax.objectives import rewards
 from bridge_jax.retrieval.corpus import Corpus
 from bridge_jax.rollout.episodes import Episode
+from bridge_jax.training.episode_metrics import recall
 
 MULTI_HOP = ("hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 STATUSES = ("answered", "no_answer", "truncated", "context_full", "environment_fault")
@@ -55,15 +56,6 @@ def record(episode: Episode, corpus: Corpus, k: int) -> dict:
         "gold_passage_ids": list(question.gold_passage_ids),
         "trace": [{"kind": kind, "text": text} for kind, text in episode.trace],
     }
-
-
-def recall(episode: Episode, corpus: Corpus, k: int) -> float | None:
-    """Share of the gold passages among the first k results of the episode's searches together; None without gold passage ids."""
-    golds = set(episode.question.gold_passage_ids)
-    if not golds:
-        return None
-    found = {corpus[int(row)].id for turn in episode.turns for row in turn.rows[:k]}
-    return len(golds & found) / len(golds)
 
 
 def summarise(records: Sequence[Mapping], k: int, seed: int = 0) -> dict:

@@ -30,7 +30,11 @@ class _Rate(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         rate = (task.completed - self.done) / task.elapsed if task.elapsed else 0.0
-        return Text(f"{rate:,.0f} {self.unit}/s")
+        return Text(f"{_shown(rate)} {self.unit}/s")
+
+
+def _shown(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
 
 
 @contextlib.contextmanager
@@ -50,7 +54,7 @@ def _lines(label, total, unit, done):
         elapsed = time.monotonic() - begin
         rate = (count - done) / max(elapsed, 1e-9)
         left = datetime.timedelta(seconds=round((total - count) / rate)) if rate else "?"
-        print(f"{label}: {count:,}/{total:,} {unit}, {rate:,.0f} {unit}/s, ETA {left}", file=sys.stderr, flush=True)
+        print(f"{label}: {count:,}/{total:,} {unit}, {_shown(rate)} {unit}/s, ETA {left}", file=sys.stderr, flush=True)
 
     def advance(n):
         nonlocal count, spoke

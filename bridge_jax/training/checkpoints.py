@@ -16,6 +16,10 @@ from bridge_jax.errors import UserError
 from bridge_jax.objectives.bilevel import BridgeState
 
 
+def _score(metrics: dict) -> float:
+    return metrics["score"]
+
+
 class Checkpoints:
     """The `checkpoints/` folder of a run.
 
@@ -28,14 +32,13 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, fingerprint: dict[str, object], read_only: bool = False):
         self.folder = Path(folder).absolute()
         self.fingerprint = fingerprint
-        policy = managers.AnyPreservationPolicy(
-            [
-                managers.LatestN(n=keep),
-                managers.BestN(get_metric_fn=lambda metrics: metrics["score"], n=1, keep_checkpoints_without_metrics=False),
-            ]
-        )
+        best = managers.BestN(get_metric_fn=_score, n=1, keep_checkpoints_without_metrics=False)
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policy, create=not read_only, read_only=read_only, cleanup_tmp_directories=not read_only
+            preservation_policy=managers.AnyPreservationPolicy([managers.LatestN(n=keep), best]),
+            best_fn=_score,  # without it, scores are not written
+            create=not read_only,
+            read_only=read_only,
+            cleanup_tmp_directories=not read_only,
         )
         self._manager = ocp.CheckpointManager(self.folder, options=options)
 

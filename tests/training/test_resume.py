@@ -70,6 +70,7 @@ def test_unbroken_run_is_whole(unbroken):
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert sum(row["credit/turns"] for row in rows) > 0, "the test world must search, or it tests nothing"
     assert rows[-1]["retriever/drift"] > 0
+    assert sum(row["policy/grad_norm"] for row in rows) > 0, "the test world must reward a rollout, or the policy never moves"
     assert {p.name for p in (unbroken / "eval").iterdir()} == {"step_000000.json", "step_000003.json", "step_000006.json"}
     lines = (unbroken / "rollouts" / "step_000006.jsonl").read_text().split("\n")[:-1]
     assert len(lines) == 8 and all(json.loads(line)["reason"] for line in lines)

@@ -63,10 +63,11 @@ def write_data(folder):
     with (folder / "questions.jsonl").open("w") as file:
         for i, name in enumerate(NAMES):
             place = PLACES[i % len(PLACES)]
+            # Any single word counts as right, so that a random policy is sometimes rewarded.
             row = {
                 "id": f"q{i}",
                 "question": f"where was {name} born ?",
-                "golden_answers": [place],
+                "golden_answers": [place, *(word for word in WORDS if word.isalpha())],
                 "metadata": {"gold_ids": [f"p{3 * i + 2}"]},
             }
             file.write(json.dumps(row) + "\n")

@@ -1,0 +1,108 @@
+"""Whole runs in this process: training in full, a method without a retriever update, the best checkpoint, several devices."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+from safetensors.numpy import load_file
+
+from bridge_jax import config as configuration
+from bridge_jax import train
+from bridge_jax.models import e5, qwen2
+from bridge_jax.models.lora import load_peft
+from bridge_jax.training.checkpoints import Checkpoints
+from bridge_jax.training.metrics import read_metrics
+from bridge_jax.training.session import open_session
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    tiny_run.write_world(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("BRIDGE_JAX_CACHE", str(tmp_path_factory.getbasetemp() / "loop-cache"))
+
+
+def run(world, workdir, *overrides):
+    assert train.main([f"--config={world / 'config.py'}", f"--workdir={workdir}", *overrides]) == 0
+    return read_metrics(workdir / "metrics.jsonl")
+
+
+def test_vt_search_in_full_moves_the_policy_alone(world, tmp_path):
+    rows = run(world, tmp_path, "--config.method.name=vt_search", "--config.policy.trainable=full", "--config.train.steps=4")
+    assert any(row["policy/grad_norm"] > 0 for row in rows)
+    assert not any(name.startswith(("retriever/", "credit/")) for row in rows for name in row)
+    start, end = (load_file(folder / "policy" / "model.safetensors") for folder in (world, tmp_path))
+    assert start.keys() == end.keys()
+    assert any(np.abs(start[name] - end[name]).max() > 1e-4 for name in start)
+    lora, _ = load_peft(tmp_path / "retriever")
+    assert all(not np.asarray(factors["b"]).any() for factors in lora["layers"].values())
+
+
+def test_bridge_exports_what_its_last_checkpoint_holds(world, tmp_path):
+    rows = run(world, tmp_path)
+    assert rows[0]["gap/logp_max"] < 1e-5
+    assert all(row["rollout/prefill_ratio"] == 1.0 for row in rows)
+    assert rows[-1]["rollout/compilations"] == 0
+
+    config = configuration.load(world / "config.py")
+    session = open_session(config, tmp_path, "latest")
+    assert session.step == 6
+    tokens = np.arange(12, dtype=np.int32)[None]
+    logits = session.assets.policy.apply(session.policy_variables, tokens)
+    exported, params = qwen2.load(tmp_path / "policy")
+    np.testing.assert_allclose(exported.apply({"params": params}, tokens), logits, atol=1e-5)
+    lora, settings = load_peft(tmp_path / "retriever")
+    encoder = e5.load(config.retriever.encoder, lora=settings, max_length=config.retriever.max_length)
+    text = ["who lives in rome ?"]
+    adapted = e5.embed(session.assets.encoder, text, lora=session.retriever_lora)
+    np.testing.assert_allclose(e5.embed(encoder, text, lora=lora), adapted, atol=1e-6)
+    assert np.abs(e5.embed(encoder, text) - adapted).max() > 1e-4
+
+
+def test_best_checkpoint_outlives_newer_ones(world, tmp_path):
+    """Scores 0.2, 0.9, 0.1 and then unscored steps: the best and the two latest stay, and each restores to its own values."""
+    from bridge_jax.objectives.bilevel import BridgeState
+
+    def state(step):
+        tree = {"x": jax.numpy.full(3, float(step))}
+        return BridgeState(jax.numpy.int32(step), tree, {"m": tree}, tree, {"m": tree}, jax.random.key(0))
+
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2, fingerprint={"policy": "a"})
+    for step, score in ((1, 0.2), (2, 0.9), (3, 0.1), (4, None), (5, None)):
+        checkpoints.save(step, state(step), score)
+    checkpoints.wait()
+    assert (checkpoints.best(), checkpoints.latest()) == (2, 5)
+    assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()) == [2, 4, 5]
+    for step in (2, 5):
+        assert float(checkpoints.restore(step, state(0)).retriever_opt["m"]["x"][1]) == step
+    other = Checkpoints(tmp_path / "checkpoints", keep=2, fingerprint={"policy": "b"}, read_only=True)
+    with pytest.raises(configuration.UserError, match="policy='a', this run 'b'"):
+        other.restore(5, state(0))
+    checkpoints.close()
+
+
+def test_four_devices_give_the_numbers_of_one(world, tmp_path):
+    """fsdp = 2, tensor = 2 on virtual devices: the same rollouts, losses and gradients; float32 sums in another order."""
+    one = run(world, tmp_path / "one", "--config.train.steps=3")
+    command = [sys.executable, "-m", "bridge_jax.train", f"--config={world / 'config.py'}", f"--workdir={tmp_path / 'four'}"]
+    command += ["--config.train.steps=3", "--config.mesh.fsdp=2", "--config.mesh.tensor=2"]
+    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "rematerialization" not in done.stderr
+    four = [json.loads(line) for line in (tmp_path / "four" / "metrics.jsonl").read_text().splitlines()]
+    skip = ("time/", "compilations/", "rollout/compilations", "rollout/tokens_per_second")
+    for a, b in zip(one, four, strict=True):
+        same = {name for name in a if not name.startswith(skip) and name != "gap/logp_max" and name != "gap/logp_mean"}
+        for name in same:
+            assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-4), name
