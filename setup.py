@@ -33,13 +33,13 @@ setup(
         "gguf>=0.17,<1",
         "pyarrow>=18",
         "rich>=13,<16",
-        "absl-py>=2.1,<3",
     ],
     extras_require={
         "tpu": ["jax[tpu]>=0.10,<0.13"],
         "cuda12": ["jax[cuda12]>=0.10,<0.13"],
         "cuda13": ["jax[cuda13]>=0.10,<0.13"],
         "wandb": ["wandb>=0.19,<1"],
+        "tensorboard": ["tensorboardX>=2.6,<3"],
         "test": ["pytest>=8,<10", "hypothesis>=6.100,<7", "ruff>=0.11,<1", "torch==2.13.0", "peft>=0.17,<1", "faiss-cpu>=1.9,<2"],
     },
     classifiers=[

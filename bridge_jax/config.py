@@ -2,7 +2,7 @@
 
 A config file (`configs/*.py`) defines `get_config()` which starts from `default()` and sets fields; the command line overrides
 single fields (`--config.credit.gamma=0.1`). `load` gives a locked, validated `ml_collections.ConfigDict`. Defaults are the paper's
-scale; their sources are in the paper's recipe table (docs/architecture.md, "Defaults").
+scale (paper, project page, and the published recipes of VT-Search and Search-R1).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def default() -> ConfigDict:
     c.grpo.aggregation = "token_mean"  # token_mean | seq_mean | dr_grpo
     c.grpo.clip_low = 0.2
     c.grpo.clip_high = 0.2
-    c.grpo.dual_clip = 3.0
+    c.grpo.dual_clip = 3.0  # 0 = off
     c.grpo.kl_coef = 1e-4
     c.grpo.filter_zero_advantage = False  # DAPO's dynamic sampling, for the policy only
     c.grpo.lr = 1e-6
@@ -304,6 +304,12 @@ def validate(config: ConfigDict) -> None:
             raise UserError(f"config.{name}={value!r}: must be one of {', '.join(_CHOICES[name])}{hint}")
         if isinstance(value, int | float) and not isinstance(value, bool) and not value >= _AT_LEAST.get(name, 0):
             raise UserError(f"config.{name}={value!r}: must be at least {_AT_LEAST.get(name, 0)}")
+    if 0 < config.grpo.dual_clip <= 1:
+        raise UserError(f"config.grpo.dual_clip={config.grpo.dual_clip!r}: must be above 1, or 0 for none")
+    if not all(isinstance(weight, int | float) and weight > 0 for weight in config.data.weights):
+        raise UserError(
+            f"config.data.weights={tuple(config.data.weights)!r}: must be numbers above 0, one a source of config.data.train"
+        )
     if config.credit.tau <= 0:
         raise UserError(f"config.credit.tau={config.credit.tau!r}: must be above 0")
     if config.rollout.candidates < config.rollout.shown:

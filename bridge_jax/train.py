@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, config = configuration.parse_args(parser, argv)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("bridge_jax").setLevel(logging.INFO)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax remarks on every save without a score
     train(config, args.workdir)
     return 0
 

@@ -131,7 +131,7 @@ def build_traces(assets: Assets, console: Console) -> tuple[list[Trace], list[Tr
         markup=False,
         soft_wrap=True,
     )
-    return traces[held:], traces[:held]
+    return traces[held:][: config.warmstart.questions], traces[:held]
 
 
 def write_traces(path: Path, traces: Sequence[Trace], heldout: Sequence[Trace]) -> None:

@@ -13,6 +13,7 @@ def get_config():
 
     c.data.train = ("embedded/hotpotqa",)
     c.data.eval = ("embedded/hotpotqa",)
+    c.data.eval_split = "validation"  # the best checkpoint is chosen on it; `evaluate --split=test` measures
     c.data.eval_limit = 100
 
     c.rollout.candidates = 20

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from bridge_jax.data.formats import Question
-from bridge_jax.data.qa import load_questions
 from bridge_jax.errors import UserError
 
 PERIOD = 1000  # weights are honoured to 1 / PERIOD, exactly over each period
@@ -46,19 +45,6 @@ class Mixture:
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
-
-
-def mixture(sources: Mapping[str, float], split: str | None = "train", limit: int | None = None, **kwargs) -> Mixture:
-    """Load {"nq": 1.0, "hotpotqa": 2.0, ..}; a key "spec:split" overrides `split`. `limit` and `kwargs` as in `load_questions`."""
-    if not sources:
-        raise UserError("the data mixture is empty; name at least one source, {'embedded/hotpotqa': 1.0}")
-    parts = []
-    for name in sources:
-        spec, colon, own = name.rpartition(":")
-        if not colon or "/" in own or "\\" in own:  # no split, or the colon of a Windows drive
-            spec, own = name, ""
-        parts.append(load_questions(spec, own or split, limit, **kwargs))
-    return Mixture(tuple(sources), tuple(parts), tuple(float(w) for w in sources.values()))
 
 
 def slot_counts(weights: Sequence[float], names: Sequence[str]) -> tuple[int, ...]:

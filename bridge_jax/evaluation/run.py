@@ -101,6 +101,8 @@ def load_sets(config, specs: Sequence[str] = (), split: str | None = None, limit
 
 
 def _source(config, name: str) -> str:
+    if name in (*config.data.eval, *config.data.train):
+        return name
     wanted = canonical_name(name)
     for spec in (*config.data.eval, *config.data.train):
         if canonical_name(spec.split("/")[-1]) == wanted and spec.startswith("embedded/"):

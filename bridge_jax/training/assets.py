@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import logging
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from bridge_jax.data import embedded
 from bridge_jax.data.cache import cache_dir
+from bridge_jax.data.formats import canonical_name
+from bridge_jax.data.qa import OFFICIAL
 from bridge_jax.errors import UserError
 from bridge_jax.mesh import make_mesh
 from bridge_jax.models import e5, hub, qwen2
@@ -20,6 +23,8 @@ from bridge_jax.retrieval.corpus import Corpus
 from bridge_jax.retrieval.index import build_index, open_index
 from bridge_jax.retrieval.retriever import Retriever
 from bridge_jax.rollout.episodes import RolloutConfig, RolloutEngine
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,6 +42,7 @@ class Assets:
     index: object
     retriever: Retriever
     engine: RolloutEngine
+    policy_fingerprint: str  # of the weights the policy starts from
 
 
 def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True) -> Assets:
@@ -48,7 +54,15 @@ def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True
     Raises:
       UserError: a missing model, corpus, index or warm start, or one that does not fit another.
     """
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor) if jax.device_count() > 1 else None
+    refuse_strange_corpus(config)
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    if config.grpo.microbatch % ways:
+        log.warning(
+            "config.grpo.microbatch=%d does not split over %d batch devices: each computes every row; use a multiple of %d",
+            *(config.grpo.microbatch, ways, ways),
+        )
+    mesh = mesh if mesh.size > 1 else None
     corpus = Corpus.open(corpus_path(config), limit=config.index.limit or None)
     encoder = load_encoder(config, mesh)
     source = policy_source(config, Path(workdir)) if use_warmstart else config.policy.model
@@ -60,12 +74,14 @@ def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True
         lora=policy_lora(config),
         remat=config.policy.remat,
     )
-    tokenizer = qwen2.load_tokenizer(source)
-    eos_ids = qwen2.eos_ids(hub.resolve(source), tokenizer)
+    folder = hub.resolve(source)
+    tokenizer = qwen2.load_tokenizer(folder)
+    eos_ids = qwen2.eos_ids(folder, tokenizer)
     index = open_or_build_index(config, encoder, corpus, mesh)  # last: everything that can be wrong is found before the long work
     retriever = Retriever(encoder, index, corpus)
     engine = RolloutEngine(policy, tokenizer, eos_ids, rollout_config(config), retriever)
-    return Assets(config, mesh, policy, base_params, tokenizer, eos_ids, encoder, corpus, index, retriever, engine)
+    fingerprint = hub.weights_fingerprint(folder)
+    return Assets(config, mesh, policy, base_params, tokenizer, eos_ids, encoder, corpus, index, retriever, engine, fingerprint)
 
 
 def policy_source(config: ConfigDict, workdir: Path) -> str:
@@ -122,8 +138,24 @@ def open_or_build_index(config: ConfigDict, encoder: e5.Encoder, corpus: Corpus,
                 f"--encoder={config.retriever.encoder} --out={folder}, or pass --config.index.folder= to have one in the cache"
             )
         return open_index(folder, encoder, corpus, None if kind == "auto" else kind, mesh)
-    name = f"{Path(config.retriever.encoder).name}-{encoder.fingerprint[:12]}-{encoder.max_length}-{corpus.fingerprint[:12]}-{kind}"
-    return build_index(corpus_path(config), encoder, cache_dir() / "indexes" / name, kind, config.index.limit or None)
+    what = (encoder.fingerprint, encoder.max_length, encoder.query_prefix, encoder.passage_prefix, corpus.fingerprint, kind)
+    name = f"{Path(config.retriever.encoder).name}-{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}"
+    index = build_index(corpus_path(config), encoder, cache_dir() / "indexes" / name, kind, config.index.limit or None)
+    return index if mesh is None else open_index(cache_dir() / "indexes" / name, encoder, corpus, None, mesh)
+
+
+def refuse_strange_corpus(config: ConfigDict) -> None:
+    """The embedded passages do not hold the answers of the official sets.
+
+    Raises:
+      UserError: official questions over the embedded corpus.
+    """
+    official = [name for name in (*config.data.train, *config.data.eval) if canonical_name(name) in OFFICIAL]
+    if config.index.corpus == "embedded" and official:
+        raise UserError(
+            f"config.index.corpus is the small embedded one, which cannot answer {official[0]}: give --config.index.corpus=FILE "
+            "(wiki-18 in the paper), or train on embedded/hotpotqa"
+        )
 
 
 def rollout_config(config: ConfigDict) -> RolloutConfig:

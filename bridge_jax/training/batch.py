@@ -31,10 +31,13 @@ def pack_rollouts(episodes: Sequence[Episode], advantages: np.ndarray, trained: 
       limit: the longest row there can be, in tokens.
     """
     B = len(episodes)
-    T = rollout_length(max(len(e.prompt) + len(e.tokens) for e in episodes), limit)
+    # An episode without a token (its prompt was too long) leaves its row empty.
+    T = rollout_length(max((len(e.prompt) + len(e.tokens) for e in episodes if len(e.tokens)), default=1), limit)
     tokens, segments = np.zeros((B, T), np.int32), np.zeros((B, T), np.int32)
     mask, logps = np.zeros((B, T), bool), np.zeros((B, T), np.float32)
     for b, episode in enumerate(episodes):
+        if not len(episode.tokens):
+            continue
         start, end = len(episode.prompt), len(episode.prompt) + len(episode.tokens)
         tokens[b, :start], tokens[b, start:end] = episode.prompt, episode.tokens
         segments[b, :end] = 1
@@ -58,7 +61,7 @@ def choose_turns(episodes: Sequence[Episode], limit: int, seed: int, step: int) 
 
 def turn_rows(config: ConfigDict) -> int:
     """U: rows of the turn arrays, the same every step: as many turns as can be credited, in whole minibatches."""
-    most = min(config.credit.max_turns, config.train.questions * config.grpo.group_size * config.rollout.max_searches)
+    most = min(config.credit.max_turns, config.train.questions * config.grpo.group_size * max(1, config.rollout.max_searches))
     return -(-most // config.credit.minibatch) * config.credit.minibatch
 
 

@@ -79,7 +79,7 @@ class Checkpoints:
             saved = self._manager.restore(step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore()))["metadata"]
         except (FileNotFoundError, ValueError, KeyError) as error:
             raise UserError(
-                f"checkpoint {where} cannot be read ({error}): delete that folder to go on from the one before"
+                f"checkpoint {where} cannot be read ({error}): if it is damaged, move it away to use the one before"
             ) from error
         for name, value in self.fingerprint.items():
             if saved.get(name) != value:
@@ -97,7 +97,7 @@ class Checkpoints:
             )
         except (FileNotFoundError, ValueError, KeyError) as error:
             raise UserError(
-                f"checkpoint {where} cannot be read ({error}): delete that folder to go on from the one before"
+                f"checkpoint {where} cannot be read ({error}): if it is damaged, move it away to use the one before"
             ) from error
         return like.replace(
             step=jax.numpy.asarray(items["position"]["step"], jax.numpy.int32),

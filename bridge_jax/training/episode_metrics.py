@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from bridge_jax.objectives import rewards
+from bridge_jax.objectives.grpo import informative_groups
 from bridge_jax.objectives.rag import responsibilities
 from bridge_jax.retrieval.corpus import Corpus
 from bridge_jax.rollout.episodes import Episode, Turn
@@ -31,15 +32,27 @@ def answer_in_top(episode: Episode, corpus: Corpus, k: int) -> float | None:
     return float(any(f" {gold} " in text for gold in golds for text in texts))
 
 
-def step_metrics(episodes: Sequence[Episode], scores: np.ndarray, reasons: Sequence[str], group_size: int, corpus: Corpus) -> dict:
-    """Reward and retrieval metrics; `scores` [B] float32, episodes in groups of `group_size`."""
-    groups = scores.reshape(-1, group_size)
+def step_metrics(
+    episodes: Sequence[Episode], scores: np.ndarray, reasons: Sequence[str], valid: np.ndarray, corpus: Corpus
+) -> dict:
+    """Reward and retrieval metrics.
+
+    Args:
+      scores: [B] float32, episodes in N groups of G. valid: [N, G] bool, False for environment faults: they are in no mean.
+    """
+    zero_groups = ~np.asarray(informative_groups(scores.reshape(valid.shape), valid))
+    kept = np.flatnonzero(valid.reshape(-1))
+    episodes, scores, reasons = [episodes[i] for i in kept], scores[kept], [reasons[i] for i in kept]
+    if not episodes:
+        return dict.fromkeys(("reward/mean", "reward/em", "reward/f1", "reward/no_answer"), 0.0) | {
+            "reward/zero_advantage_groups": 1.0
+        }
     metrics = {
         "reward/mean": float(scores.mean()),
         "reward/em": float(np.mean([rewards.exact_match(e.answer, e.question.golds) for e in episodes])),
         "reward/f1": float(np.mean([rewards.f1(e.answer, e.question.golds) for e in episodes])),
         "reward/no_answer": float(np.mean([reason in ("no answer", "cut off") for reason in reasons])),
-        "reward/zero_advantage_groups": float((groups.max(1) == groups.min(1)).mean()),
+        "reward/zero_advantage_groups": float(zero_groups.mean()),
     }
     for name, values in (
         ("retrieval/recall@3", [recall(e, corpus, 3) for e in episodes]),

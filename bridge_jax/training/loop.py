@@ -21,17 +21,17 @@ from bridge_jax.data.prompts import build_prompt
 from bridge_jax.data.qa import load_questions
 from bridge_jax.data.stream import Mixture, QuestionStream
 from bridge_jax.errors import UserError
-from bridge_jax.models import qwen2
+from bridge_jax.models import pocket_models, qwen2
 from bridge_jax.models.lora import merge_lora, save_peft
 from bridge_jax.objectives import rewards, scoring
 from bridge_jax.objectives.bilevel import BridgeState
 from bridge_jax.objectives.grpo import group_advantages, informative_groups
 from bridge_jax.training import batch as batches
-from bridge_jax.training.assets import Assets, load_assets, policy_lora, retriever_lora
+from bridge_jax.training.assets import Assets, load_assets, policy_lora, policy_source, retriever_lora
 from bridge_jax.training.checkpoints import Checkpoints
 from bridge_jax.training.display import Display
 from bridge_jax.training.episode_metrics import rollout_rows, step_metrics
-from bridge_jax.training.metrics import RunLog
+from bridge_jax.training.metrics import RunLog, read_metrics
 from bridge_jax.training.session import claim
 from bridge_jax.training.state import Learner, fingerprint, scoring_config
 
@@ -52,10 +52,11 @@ def run(config: ConfigDict, workdir: Path, evaluate: Evaluate) -> Path:
     claim(config, workdir, write=False)
     stream = QuestionStream(training_mixture(config), config.train.questions, config.train.seed)
     assets = load_assets(config, workdir)
-    claim(config, workdir)
     learner = Learner(config, assets)
-    checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep, fingerprint(config, assets))
     state = learner.init()
+    build_prompt(stream.batch_at(0)[0], assets.tokenizer, config.rollout.prompt)  # an unknown style is told before the claim
+    claim(config, workdir)
+    checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep, fingerprint(config, assets))
     start = checkpoints.latest() or 0
     if start:
         state = checkpoints.restore(start, state)
@@ -73,6 +74,7 @@ def run(config: ConfigDict, workdir: Path, evaluate: Evaluate) -> Path:
                 score = _evaluation(workdir, step, evaluate, learner, state, display)
                 metrics["eval/em"] = score
             log.write({"step": step, **metrics})
+            loop.check(step, metrics, display)
             if score is not None or step % config.train.checkpoint_every == 0:
                 checkpoints.save(step, state, score)
             display.step(step, metrics)
@@ -97,7 +99,10 @@ class Loop:
         self._key = jax.random.key(config.train.seed)
         self._scoring = scoring_config(config)
         self._longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-        self._skipped = 0
+        self._gap_limit = 1e-3 if config.policy.compute_dtype == "float32" else 2e-2
+        self._skipped = 0  # steps in a row with a skipped update; a resumed run reads them back
+        for row in read_metrics(log.path):
+            self._count_skipped(row)
 
     def step(self, step: int, state: BridgeState) -> tuple[BridgeState, dict[str, float]]:
         """Step number `step` (from 1): -> (state, metrics). The old state is consumed."""
@@ -112,7 +117,7 @@ class Loop:
         episodes, metrics = assets.engine.run(
             variables,
             questions,
-            prompts=[build_prompt(q, assets.tokenizer, config.rollout.prompt, config.rollout.max_prompt_tokens) for q in questions],
+            prompts=[build_prompt(q, assets.tokenizer, config.rollout.prompt) for q in questions],
             group_size=config.grpo.group_size,
             key=jax.random.fold_in(self._key, step),
             temperature=config.rollout.temperature,
@@ -127,7 +132,7 @@ class Loop:
         groups = scores.reshape(-1, config.grpo.group_size)
         valid = np.asarray([e.status != "environment_fault" for e in episodes]).reshape(groups.shape)
         advantages = np.asarray(group_advantages(groups, config.grpo.advantage, valid)).reshape(-1)
-        metrics |= step_metrics(episodes, scores, reasons, config.grpo.group_size, assets.corpus)
+        metrics |= step_metrics(episodes, scores, reasons, valid, assets.corpus)
         trained = valid.copy()
         if config.grpo.filter_zero_advantage:
             trained &= np.asarray(informative_groups(groups, valid))[:, None]
@@ -147,13 +152,12 @@ class Loop:
         state, learned = learner.policy_step(state, rollouts)
         metrics |= {name: float(value) for name, value in learned.items()}
         clock.lap("policy")
-        self._refuse_divergence(step, metrics)
-
         if config.train.log_rollouts_every and step % config.train.log_rollouts_every == 0:
             scored = {(i, _number(episodes[i].turns, turn)): l_d for (i, turn), l_d in zip(chosen, likelihoods, strict=True)}
             rows = rollout_rows(step, episodes, scores, reasons, advantages, assets.corpus, scored, config.credit.tau)
             self.log.write_rollouts(step, rows)
         metrics |= clock.seconds()
+        metrics["epoch"] = self.stream.epoch_at(step)
         metrics["compilations/update"], metrics["compilations/score"] = learner.compilations(), scoring.compilations()
         return state, metrics
 
@@ -164,14 +168,27 @@ class Loop:
         assets = self.assets
         return scoring.score_turns(assets.policy, variables, pairs, assets.corpus, assets.tokenizer, self._scoring)
 
-    def _refuse_divergence(self, step: int, metrics: dict) -> None:
-        skipped = metrics["policy/skipped_updates"] + metrics.get("retriever/skipped_updates", 0.0)
-        self._skipped = self._skipped + 1 if skipped else 0
+    def check(self, step: int, metrics: dict, display: Display) -> None:
+        """Warn when sampler and trainer disagree; stop a run that only produces non-finite gradients.
+
+        Raises:
+          UserError: `config.train.max_skipped_updates` steps in a row had a skipped update.
+        """
+        if metrics["gap/logp_max"] > self._gap_limit:
+            display.say(
+                f"warning: step {step}: the sampler's and the trainer's log-probs differ by up to {metrics['gap/logp_max']:.1e} "
+                f"(gap/logp_max; expected below {self._gap_limit:.0e}): importance ratios are off"
+            )
+        self._count_skipped(metrics)
         if self._skipped >= self.config.train.max_skipped_updates:
             raise UserError(
                 f"step {step}: non-finite gradients in {self._skipped} steps in a row; the newest checkpoint is good: lower "
-                " config.grpo.lr or config.credit.lr and go on in a copy of this workdir"
+                "config.grpo.lr or config.credit.lr and go on in a copy of this workdir"
             )
+
+    def _count_skipped(self, row: dict) -> None:
+        skipped = (row.get("policy/skipped_updates") or 0.0) + (row.get("retriever/skipped_updates") or 0.0)
+        self._skipped = self._skipped + 1 if skipped else 0
 
 
 def _number(turns, turn) -> int:
@@ -216,9 +233,11 @@ def export(workdir: Path, config: ConfigDict, assets: Assets, state: BridgeState
     """The trained policy as a Hugging Face folder (a LoRA merged into it) and the retriever's LoRA in PEFT's format."""
     if config.policy.trainable == "lora":
         adapter = policy_lora(config)
-        save_peft(workdir / "policy_lora", state.policy, adapter, "qwen2", config.policy.model)
+        save_peft(workdir / "policy_lora", state.policy, adapter, "qwen2", policy_source(config, workdir))
         params = merge_lora(assets.base_params, state.policy, adapter)
     else:
         params = state.policy
     qwen2.save(workdir / "policy", assets.policy, params, assets.tokenizer)
-    save_peft(workdir / "retriever", state.retriever, retriever_lora(config), "bert", config.retriever.encoder)
+    save_peft(
+        workdir / "retriever", state.retriever, retriever_lora(config), "bert", pocket_models.upstream(config.retriever.encoder)
+    )

@@ -85,7 +85,7 @@ def _tensorboard(workdir: Path, on: bool):
     try:
         from tensorboardX import SummaryWriter
     except ImportError as error:
-        raise UserError("config.train.tensorboard needs tensorboardX: pip install tensorboardX") from error
+        raise UserError("config.train.tensorboard needs tensorboardX: pip install 'bridge-jax[tensorboard]'") from error
     writer = SummaryWriter(str(workdir / "tensorboard"))
 
     def write(row):

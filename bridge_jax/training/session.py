@@ -13,11 +13,13 @@ from bridge_jax.training.assets import Assets, load_assets
 from bridge_jax.training.checkpoints import Checkpoints
 from bridge_jax.training.state import Learner, fingerprint
 
-# Fields that do not change what a checkpoint is: they may differ between training and a later use of the run.
+# A rerun may train longer, and keep or log more.
 MAY_CHANGE = (
     "train.steps", "train.eval_every", "train.checkpoint_every", "train.keep", "train.log_rollouts_every", "train.tensorboard",
-    "train.wandb", "data.eval", "data.eval_split", "data.eval_limit",
+    "train.wandb", "train.max_skipped_updates",
 )  # fmt: skip
+# A finished run may also be used on other questions. (Within a run they stay: its evaluations are compared with each other.)
+USE_MAY_CHANGE = (*MAY_CHANGE, "data.eval", "data.eval_split", "data.eval_limit", "rollout.batch_groups", "rollout.chunk")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,7 @@ def open_session(config: ConfigDict, workdir: Path, which: str = "best") -> Sess
     """
     workdir = Path(workdir)
     folder = workdir / "checkpoints"
+    configuration.claim_workdir(config, workdir, may_change=USE_MAY_CHANGE, write=False)
     if which != "start" and not folder.is_dir():
         raise UserError(f"{workdir} holds no checkpoint: train first (python -m bridge_jax.train), or use --checkpoint=start")
     assets = load_assets(config, workdir)
@@ -55,5 +58,5 @@ def open_session(config: ConfigDict, workdir: Path, which: str = "best") -> Sess
 
 
 def claim(config: ConfigDict, workdir: Path, write: bool = True) -> None:
-    """`config.claim_workdir` for training: a rerun may train longer or evaluate differently."""
+    """`config.claim_workdir` for training: see MAY_CHANGE."""
     configuration.claim_workdir(config, workdir, may_change=MAY_CHANGE, write=write)

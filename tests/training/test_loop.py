@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from bridge_jax import config as configuration
-from bridge_jax import train
+from bridge_jax import evaluate, train
 from bridge_jax.models import e5, qwen2
 from bridge_jax.models.lora import load_peft
 from bridge_jax.training.checkpoints import Checkpoints
@@ -106,3 +106,29 @@ def test_four_devices_give_the_numbers_of_one(world, tmp_path):
         same = {name for name in a if not name.startswith(skip) and name != "gap/logp_max" and name != "gap/logp_mean"}
         for name in same:
             assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-4), name
+
+
+def test_a_prompt_that_is_too_long_costs_its_own_rollouts_only(world, tmp_path):
+    rows = [json.loads(line) for line in (world / "questions.jsonl").read_text().splitlines()]
+    rows[0]["question"] = "where was ada born ? " * 20
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    steps = run(world, tmp_path / "run", f"--config.data.train={tmp_path / 'long.jsonl'}", "--config.train.steps=5")
+    assert sum(row["rollout/context_full"] > 0 for row in steps) == 1
+    assert all(np.isfinite(value) for row in steps for value in row.values())
+
+
+def test_no_searches_allowed(world, tmp_path):
+    rows = run(world, tmp_path, "--config.rollout.max_searches=0", "--config.train.steps=1")
+    assert rows[0]["rollout/searches"] == 0 and rows[0]["credit/turns"] == 0
+
+
+def test_a_checkpoint_is_of_its_base_weights(world, tmp_path, capsys):
+    copy = tmp_path / "world"
+    tiny_run.write_world(copy)
+    run(copy, tmp_path / "run", "--config.train.steps=1")
+    path = copy / "policy" / "model.safetensors"
+    save_file({name: x + 0.01 for name, x in load_file(path).items()}, path)
+    assert evaluate.main([f"--workdir={tmp_path / 'run'}", "--checkpoint=latest"]) == 2
+    assert "policy_weights" in capsys.readouterr().err
+    assert evaluate.main([f"--config={copy / 'config.py'}", f"--workdir={tmp_path / 'run'}", "--config.policy.lora_rank=2"]) == 2
+    assert "policy.lora_rank was 4, now 2" in capsys.readouterr().err
