@@ -39,13 +39,7 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    cache = tmp_path_factory.mktemp("cache")
-    # Compiled programs are shared by the runs of this file.
-    return os.environ | {
-        "BRIDGE_JAX_CACHE": str(cache),
-        "JAX_COMPILATION_CACHE_DIR": str(cache / "xla"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
-    }
+    return os.environ | {"BRIDGE_JAX_CACHE": str(tmp_path_factory.mktemp("cache"))}
 
 
 @pytest.fixture(scope="module")
