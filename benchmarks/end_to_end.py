@@ -1,7 +1,7 @@
 """A whole run with real weights, and what it showed: warm start, training, evaluation before and after.
 
     python benchmarks/end_to_end.py                                  # configs/pocket.py as it is
-    python benchmarks/end_to_end.py --name=qwen-0.5b --config.policy.model=qwen2.5-coder-0.5b-instruct --config.train.steps=2
+    python benchmarks/end_to_end.py --name=qwen-0.5b --config.policy.model=qwen2.5-coder-0.5b-instruct --config.policy.warmstart=
     python benchmarks/end_to_end.py --quick                          # a few questions, two steps
 
 Runs the two README commands in runs/<name> (finished parts are not run again), then writes benchmarks/results/<name>.json and
@@ -64,16 +64,19 @@ def main() -> None:
         args.name, overrides = f"{args.name}-quick", [*QUICK, *overrides]
     workdir = ROOT / "runs" / args.name
     arguments = [f"--config={args.config}", f"--workdir={workdir.relative_to(ROOT)}", *overrides]
-    warmstart, warmstart_seconds = run("warmstart", arguments)
-    train, train_seconds = run("train", arguments)
+    warmed = "--config.policy.warmstart=" not in overrides
+    commands, seconds = [], {}
+    for module in ("warmstart", "train") if warmed else ("train",):
+        command, seconds[module] = run(module, arguments)
+        commands.append(" ".join(command))
 
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     evaluations = sorted((workdir / "eval").glob("step_??????.json"))
-    warm = [json.loads(line) for line in (workdir / "warmstart_metrics.jsonl").read_text().splitlines()]
+    warm = [json.loads(line) for line in (workdir / "warmstart_metrics.jsonl").read_text().splitlines()] if warmed else []
     heldout = [row["heldout/loss"] for row in warm if "heldout/loss" in row]
     times = {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in sorted(rows[0]) if name.startswith("time/")}
     summary = {
-        "commands": [" ".join(warmstart), " ".join(train)],
+        "commands": commands,
         "machine": machine(),
         "seed": 0,
         "seconds": {"warmstart": warmstart_seconds, "train": train_seconds},

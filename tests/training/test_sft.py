@@ -154,7 +154,7 @@ def test_command_writes_a_hugging_face_folder_once(world, tmp_path, capsys):
     assert warmstart.main(arguments) == 0
     folder = tmp_path / "warmstart"
     rows = [json.loads(line) for line in (tmp_path / "warmstart_traces.jsonl").read_text().splitlines()]
-    assert [row["split"] for row in rows] == ["train"] * 11 + ["heldout"]
+    assert [row["split"] for row in rows] == ["train"] * 4 + ["heldout"]
     assert not (tmp_path / "warmstart_state").exists() and not (tmp_path / "warmstart.tmp").exists()
     tokens = np.asarray([[5, 17, 300, 42, 9]])
     with torch.no_grad():
