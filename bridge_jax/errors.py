@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable
 
@@ -11,11 +12,31 @@ class UserError(Exception):
     """Something the user gave is wrong. The message is one line: it names the thing and the mend."""
 
 
+class _Stderr(logging.StreamHandler):
+    """Writes to whatever `sys.stderr` is at the time: commands may be called one after another in one process."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def _show_log() -> None:
+    """The project's remarks (bytes needed, an index reused) as plain lines on stderr."""
+    logger = logging.getLogger("bridge_jax")
+    if not any(isinstance(handler, _Stderr) for handler in logger.handlers):
+        handler = _Stderr()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax remarks on every save without a score
+
+
 def main_guard(main: Callable[..., int | None]) -> Callable[..., int]:
     """Turn `UserError` into one line on stderr and exit code 2, and Ctrl-C into exit code 130."""
 
     @functools.wraps(main)
     def run(*args, **kwargs) -> int:
+        _show_log()
         try:
             return main(*args, **kwargs) or 0
         except UserError as error:

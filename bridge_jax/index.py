@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 
 from bridge_jax.errors import main_guard
@@ -47,7 +46,6 @@ def parser() -> argparse.ArgumentParser:
 @main_guard
 def main(arguments: list[str] | None = None) -> int:
     args = parser().parse_args(arguments)
-    _log_to_stderr()
     # Imported late: --help and a mistyped option should answer at once.
     from bridge_jax.errors import UserError
     from bridge_jax.models import e5
@@ -67,15 +65,6 @@ def main(arguments: list[str] | None = None) -> int:
     index = build_index(corpus, encoder, args.out, args.kind, args.limit, batch_size=args.batch_size, force=args.force)
     print(f"{args.out}: {len(index):,} passages x {index.dim}, kind {index.kind}")
     return 0
-
-
-def _log_to_stderr() -> None:
-    logger = logging.getLogger("bridge_jax")
-    if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
 
 
 if __name__ == "__main__":

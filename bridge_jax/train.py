@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,9 +30,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     configuration.add_config_flag(parser)
     parser.add_argument("--workdir", required=True, type=Path, metavar="FOLDER", help="the run's folder; made when missing")
     args, config = configuration.parse_args(parser, argv)
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("bridge_jax").setLevel(logging.INFO)
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax remarks on every save without a score
     train(config, args.workdir)
     return 0
 
