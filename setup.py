@@ -29,6 +29,7 @@ setup(
         "array_record>=0.7,<1; sys_platform == 'linux' or sys_platform == 'darwin'",
         "ml-collections>=1.0,<2",
         "numpy>=2.0,<3",
+        "jinja2>=3.1,<4",
         "safetensors>=0.5,<1",
         "gguf>=0.17,<1",
         "pyarrow>=18",

@@ -21,13 +21,13 @@ class _Stderr(logging.StreamHandler):
 
 
 def _show_log() -> None:
-    """The project's remarks (bytes needed, an index reused) as plain lines on stderr."""
-    logger = logging.getLogger("bridge_jax")
-    if not any(isinstance(handler, _Stderr) for handler in logger.handlers):
+    """The project's remarks (bytes needed, an index reused) and everybody's warnings as plain lines on stderr."""
+    root = logging.getLogger()  # on the root: a library that finds it bare would add a handler, and every line would come twice
+    if not any(isinstance(handler, _Stderr) for handler in root.handlers):
         handler = _Stderr()
         handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+        root.addHandler(handler)
+    logging.getLogger("bridge_jax").setLevel(logging.INFO)
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax remarks on every save without a score
 
 
