@@ -22,7 +22,9 @@ class _Stderr(logging.StreamHandler):
 
 def _show_log() -> None:
     """The project's remarks (bytes needed, an index reused) and everybody's warnings as plain lines on stderr."""
-    root = logging.getLogger()  # on the root: a library that finds it bare would add a handler, and every line would come twice
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if type(handler) is logging.StreamHandler]:
+        root.removeHandler(handler)  # a library's basicConfig: every line would come twice
     if not any(isinstance(handler, _Stderr) for handler in root.handlers):
         handler = _Stderr()
         handler.setFormatter(logging.Formatter("%(message)s"))
