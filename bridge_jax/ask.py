@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the coloured trace")
     args, config = cli.parse(parser, argv)
+    if not args.question.isprintable() or args.question.encode("utf-8", "replace").decode() != args.question:
+        raise UserError("the question holds characters that are no text (control characters or broken UTF-8): write it again")
     if not args.question.strip():
         raise UserError("the question is empty: write it in quotes behind the flags")
     if not 0 <= args.temperature < float("inf"):

@@ -11,6 +11,7 @@ import ast
 import difflib
 import importlib.util
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -147,22 +148,27 @@ def parse_args(parser, argv: Sequence[str] | None = None):
     """-> (namespace, config): argparse plus the `--config.*` overrides.
 
     Raises:
-      UserError: an unknown flag or field, a value of the wrong type, a config file that cannot be read.
+      UserError: an unknown field, a value of the wrong type, a config file that cannot be read.
     """
-    args, rest = parser.parse_known_args(argv)
-    overrides, i = [], 0
-    while i < len(rest):
-        if not rest[i].startswith("--config."):
-            parser.error(f"unrecognised argument {rest[i]!r}; see --help")
-        if "=" in rest[i]:
-            overrides.append(rest[i].removeprefix("--config."))
-        elif i + 1 < len(rest):
-            overrides.append(f"{rest[i].removeprefix('--config.')}={rest[i + 1]}")
-            i += 1
-        else:
-            raise UserError(f"{rest[i]} has no value: write {rest[i]}=VALUE")
-        i += 1
+    overrides, rest = split_overrides(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(rest)
     return args, load(args.config, overrides)
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """-> (overrides "group.field=value", the other arguments). Taken out before argparse, which trips over values with spaces."""
+    overrides, rest, words = [], [], iter(argv)
+    for word in words:
+        if not word.startswith("--config."):
+            rest.append(word)
+        elif "=" in word:
+            overrides.append(word.removeprefix("--config."))
+        else:
+            value = next(words, None)
+            if value is None:
+                raise UserError(f"{word} has no value: write {word}=VALUE")
+            overrides.append(f"{word.removeprefix('--config.')}={value}")
+    return overrides, rest
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> ConfigDict:
@@ -352,6 +358,8 @@ def claim_workdir(
       UserError: the folder was made by another configuration; names the first differing fields. Nothing is written.
     """
     path = Path(workdir) / name
+    if Path(workdir).exists() and not Path(workdir).is_dir():
+        raise UserError(f"{workdir} is a file: give a folder as --workdir")
     resolved = {key: list(value) if isinstance(value, tuple | list) else value for key, value in flatten(config).items()}
     if path.exists():
         try:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import sys
 from collections.abc import Callable
+
+# A place that cannot be written: the user's to mend, wherever it is noticed.
+_USERS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST}
 
 
 class UserError(Exception):
@@ -43,6 +47,11 @@ def main_guard(main: Callable[..., int | None]) -> Callable[..., int]:
             return main(*args, **kwargs) or 0
         except UserError as error:
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            return 2
+        except OSError as error:
+            if error.errno not in _USERS or not error.filename:
+                raise
+            print(f"error: {error.filename}: {error.strerror}; give another place, or make room there", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             print("interrupted; run the same command again to go on", file=sys.stderr)

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from bridge_jax import config as configuration
-from bridge_jax.errors import main_guard
+from bridge_jax.errors import UserError, main_guard
 
 
 @main_guard
@@ -50,7 +50,12 @@ def train(config: ConfigDict, workdir: Path) -> Path:
 
     loop.run(config, workdir, evaluate)
     evaluations = sorted((workdir / "eval").glob("step_??????.json"))
-    before, after = (json.loads(path.read_text("utf-8")) for path in (evaluations[0], evaluations[-1]))
+    if len(evaluations) < 2:
+        return workdir
+    try:
+        before, after = (json.loads(path.read_text("utf-8")) for path in (evaluations[0], evaluations[-1]))
+    except ValueError as error:
+        raise UserError(f"an evaluation in {workdir / 'eval'} is damaged ({error}): delete it") from error
     title = f"{config.method.name}: greedy evaluation before and after {after['step']} steps"
     Console().print(comparison_table(before, after, ("start", f"step {after['step']}"), title))
     return workdir

@@ -27,6 +27,7 @@ from bridge_jax.retrieval.retriever import RetrievalFault
 from bridge_jax.training import sft
 from bridge_jax.training.assets import Assets, load_assets
 from bridge_jax.training.traces import Trace, TraceBuilder, trace_row
+from bridge_jax.training.workdir import exclusive
 
 HELD_OUT = 20  # traces kept out of training, to see that it generalises
 # What the warm start depends on; a rerun may change everything else.
@@ -59,13 +60,25 @@ def run(config: ConfigDict, workdir: Path) -> Path:
       UserError: another configuration's workdir, missing models or data, no usable question, a diverged loss.
     """
     console = Console(file=sys.stderr, highlight=False)
-    claim(config, workdir)
+    claim(config, workdir, write=False)
     folder = Path(workdir) / "warmstart"
     if (folder / "config.json").is_file():
-        console.print(f"{folder} is complete; nothing to do. Next: python -m bridge_jax.train", markup=False, soft_wrap=True)
+        console.print(
+            f"{folder} is complete; nothing to do (delete it to make it anew). Next: python -m bridge_jax.train",
+            markup=False,
+            soft_wrap=True,
+        )
         return folder
     assets = load_assets(config, workdir, use_warmstart=False)
     traces, heldout = build_traces(assets, console)
+    with exclusive(Path(workdir)):
+        claim(config, workdir)
+        return _train(config, workdir, folder, assets, traces, heldout, console)
+
+
+def _train(
+    config, workdir: Path, folder: Path, assets: Assets, traces: list[Trace], heldout: list[Trace], console: Console
+) -> Path:
     write_traces(Path(workdir) / "warmstart_traces.jsonl", traces, heldout)
     w = config.warmstart
     settings = sft.SFTConfig(epochs=w.epochs, batch=w.batch, microbatch=w.microbatch, lr=w.lr, seed=config.train.seed)
@@ -81,10 +94,10 @@ def run(config: ConfigDict, workdir: Path) -> Path:
     return folder
 
 
-def claim(config: ConfigDict, workdir: Path) -> None:
+def claim(config: ConfigDict, workdir: Path, write: bool = True) -> None:
     """The workdir's warm start belongs to one configuration (see GROUPS and FIELDS)."""
     free = [name for name in configuration.flatten(config) if name.split(".")[0] not in GROUPS and name not in FIELDS]
-    configuration.claim_workdir(config, Path(workdir), name="warmstart_config.json", may_change=free)
+    configuration.claim_workdir(config, Path(workdir), name="warmstart_config.json", may_change=free, write=write)
 
 
 def training_questions(config: ConfigDict) -> list[Question]:
@@ -118,7 +131,7 @@ def build_traces(assets: Assets, console: Console) -> tuple[list[Trace], list[Tr
     if len(traces) < 2:
         raise UserError(
             f"warm start: only {len(traces)} of {len(questions)} questions of {', '.join(config.data.train)} give a trace "
-            f"({reasons}): use questions with gold passages in the corpus, or raise config.rollout.max_*_tokens"
+            f"({reasons}): use questions whose metadata.gold_ids are in the corpus, or raise config.rollout.max_*_tokens"
         )
     held = min(HELD_OUT, max(1, len(traces) // 10))
     turns = [turn for trace in traces for turn in trace.turns]

@@ -109,6 +109,8 @@ def open_questions(path: Path, dataset: str, read: Callable[[Path, str], list[Qu
         source = tfds.data_source(
             "bridge_qa", split=SPLIT, data_dir=folder, download=False, builder_kwargs={"file_format": "array_record"}
         )
-        return QuestionSet(source, len(source))
+        questions = QuestionSet(source, len(source))
+        _ = questions[0]  # a damaged file shows here, not in the middle of a run
+        return questions
     except Exception as error:  # entries are written whole: something outside damaged this one
         raise UserError(f"the prepared questions in {folder} are damaged; delete that folder and run again") from error

@@ -40,11 +40,11 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
     Raises:
       UserError: as there; also when neither --config nor a readable <workdir>/config.json is there.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    args, _ = parser.parse_known_args(argv)
+    overrides, rest = configuration.split_overrides(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(rest)
     if args.config is None:
-        argv = [f"--config={__file__}", *(f"--config.{name}={text}" for name, text in workdir_fields(args.workdir).items()), *argv]
-    return configuration.parse_args(parser, argv)
+        overrides = [*(f"{name}={text}" for name, text in workdir_fields(args.workdir).items()), *overrides]
+    return args, configuration.load(args.config or __file__, overrides)
 
 
 def workdir_fields(workdir: Path) -> dict[str, str]:

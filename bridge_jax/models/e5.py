@@ -330,6 +330,8 @@ def tokenize(encoder: Encoder, texts: Sequence[str], kind: str) -> list[list[int
     """Token ids of each text, the prefix of its kind ("query" or "passage") put before it, cut to `encoder.max_length`."""
     if kind not in ("query", "passage"):
         raise ValueError(f"kind={kind!r}: it is 'query' or 'passage'")
+    if isinstance(texts, str):
+        raise TypeError("texts is one string: give a list of strings")
     prefix = encoder.query_prefix if kind == "query" else encoder.passage_prefix
     if not texts:
         return []

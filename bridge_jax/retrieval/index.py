@@ -141,11 +141,15 @@ def self_check(index: EmbeddingIndex, folder: Path, encoder=None, corpus: Corpus
     own = np.einsum("bd,bd->b", queries, queries)
     bad = ~(np.abs(own - 1) < 0.02)
     if bad.any():
-        raise UserError(f"{folder}: the vector of row {rows[np.argmax(bad)]} has not unit length; rebuild the index with --force")
+        raise UserError(
+            f"{folder}: the vector of row {rows[np.argmax(bad)]} has not unit length; delete the folder or rebuild with --force"
+        )
     scores, _ = index.search(queries, 1)
     bad = ~(scores[:, 0] >= own - 1e-3)
     if bad.any():
-        raise UserError(f"{folder}: passage in row {rows[np.argmax(bad)]} does not retrieve itself; rebuild the index with --force")
+        raise UserError(
+            f"{folder}: passage in row {rows[np.argmax(bad)]} does not retrieve itself; delete the folder or rebuild with --force"
+        )
     if encoder is None or corpus is None:
         return
     chosen = np.unique(np.linspace(0, len(rows) - 1, ENCODED).astype(np.int64))
@@ -153,7 +157,9 @@ def self_check(index: EmbeddingIndex, folder: Path, encoder=None, corpus: Corpus
     same = np.einsum("bd,bd->b", e5.embed(encoder, texts, kind="passage"), queries[chosen])
     if not (same >= SAME_VECTOR).all():
         row = int(rows[chosen][np.argmin(same)])
-        raise UserError(f"{folder}: passage {corpus[row].id!r} encodes to another vector than the stored one; rebuild with --force")
+        raise UserError(
+            f"{folder}: passage {corpus[row].id!r} encodes to another vector; delete the folder or rebuild with --force"
+        )
 
 
 # Building -------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,12 @@ def _score(metrics: dict) -> float:
     return metrics["score"]
 
 
+def _first_line(error: Exception) -> str:
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return str(error).split("\n")[0][:200]
+
+
 class Checkpoints:
     """The `checkpoints/` folder of a run.
 
@@ -77,9 +83,9 @@ class Checkpoints:
         where = self.folder / str(step)
         try:
             saved = self._manager.restore(step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore()))["metadata"]
-        except (FileNotFoundError, ValueError, KeyError) as error:
+        except Exception as error:  # Orbax raises many kinds, from threads too
             raise UserError(
-                f"checkpoint {where} cannot be read ({error}): if it is damaged, move it away to use the one before"
+                f"checkpoint {where} cannot be read ({_first_line(error)}): if it is damaged, move it away to use the one before"
             ) from error
         for name, value in self.fingerprint.items():
             if saved.get(name) != value:
@@ -95,9 +101,9 @@ class Checkpoints:
                     position=ocp.args.JsonRestore(),
                 ),
             )
-        except (FileNotFoundError, ValueError, KeyError) as error:
+        except Exception as error:  # Orbax raises many kinds, from threads too
             raise UserError(
-                f"checkpoint {where} cannot be read ({error}): if it is damaged, move it away to use the one before"
+                f"checkpoint {where} cannot be read ({_first_line(error)}): if it is damaged, move it away to use the one before"
             ) from error
         return like.replace(
             step=jax.numpy.asarray(items["position"]["step"], jax.numpy.int32),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,9 @@ from bridge_jax.training.episode_metrics import rollout_rows, step_metrics
 from bridge_jax.training.metrics import RunLog, read_metrics
 from bridge_jax.training.session import claim
 from bridge_jax.training.state import Learner, fingerprint, scoring_config
+from bridge_jax.training.workdir import exclusive
+
+log = logging.getLogger(__name__)
 
 # (assets, policy_variables, retriever_lora) -> evaluation result with ["averages"]["overall"]["em"]
 Evaluate = Callable[[Assets, dict, dict | None], dict]
@@ -55,13 +59,19 @@ def run(config: ConfigDict, workdir: Path, evaluate: Evaluate) -> Path:
     learner = Learner(config, assets)
     state = learner.init()
     build_prompt(stream.batch_at(0)[0], assets.tokenizer, config.rollout.prompt)  # an unknown style is told before the claim
-    claim(config, workdir)
+    with exclusive(workdir):
+        claim(config, workdir)
+        return _train(config, workdir, evaluate, assets, learner, state, stream)
+
+
+def _train(config, workdir: Path, evaluate: Evaluate, assets: Assets, learner: Learner, state, stream: QuestionStream) -> Path:
     checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep, fingerprint(config, assets))
     start = checkpoints.latest() or 0
     if start:
         state = checkpoints.restore(start, state)
-    log = RunLog(workdir, start, config.train.tensorboard, config.train.wandb, configuration.flatten(config))
-    loop = Loop(config, assets, learner, stream, log)
+    _refuse_lost_checkpoints(config, workdir, start)
+    run_log = RunLog(workdir, start, config.train.tensorboard, config.train.wandb, configuration.flatten(config))
+    loop = Loop(config, assets, learner, stream, run_log)
 
     with contextlib.closing(checkpoints), Display(config.train.steps, start) as display:
         if start:
@@ -73,15 +83,28 @@ def run(config: ConfigDict, workdir: Path, evaluate: Evaluate) -> Path:
             if step == config.train.steps or (config.train.eval_every and step % config.train.eval_every == 0):
                 score = _evaluation(workdir, step, evaluate, learner, state, display)
                 metrics["eval/em"] = score
-            log.write({"step": step, **metrics})
+            run_log.write({"step": step, **metrics})
             loop.check(step, metrics, display)
             if score is not None or step % config.train.checkpoint_every == 0:
                 checkpoints.save(step, state, score)
             display.step(step, metrics)
         checkpoints.wait()
         export(workdir, config, assets, state)
-        display.say(f"done: policy in {workdir / 'policy'}, retriever LoRA in {workdir / 'retriever'}, metrics in {log.path}")
+        display.say(f"done: policy in {workdir / 'policy'}, retriever LoRA in {workdir / 'retriever'}, metrics in {run_log.path}")
     return workdir
+
+
+def _refuse_lost_checkpoints(config: ConfigDict, workdir: Path, start: int) -> None:
+    """Metrics far beyond the newest checkpoint mean that checkpoints are gone: going on would delete what they were measured on."""
+    rows = read_metrics(workdir / "metrics.jsonl")
+    last = rows[-1]["step"] if rows else 0
+    if last - start > 2 * config.train.checkpoint_every:  # the newest may have been on its way to disk
+        raise UserError(
+            f"{workdir / 'metrics.jsonl'} goes to step {last}, but the newest checkpoint is of step {start}: put the missing ones "
+            "back, or use another --workdir"
+        )
+    if len([row for row in rows if row["step"] <= start]) < start:
+        log.warning("%s lacks some of the steps up to %d: it was damaged", workdir / "metrics.jsonl", start)
 
 
 def training_mixture(config: ConfigDict) -> Mixture:

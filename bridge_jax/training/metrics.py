@@ -57,9 +57,11 @@ def read_metrics(path: Path) -> list[dict]:
     if Path(path).exists():
         for line in Path(path).read_text(encoding="utf-8").split("\n"):
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
             except ValueError:
                 continue
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
     return rows
 
 

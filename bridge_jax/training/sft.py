@@ -118,7 +118,9 @@ def nll(model: Qwen2, params: dict, batch: SFTBatch) -> tuple[jax.Array, jax.Arr
 
 def optimiser(config: SFTConfig, steps: int) -> optax.GradientTransformation:
     warmup = max(1, steps // 20)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, config.lr, warmup, max(steps, warmup + 1), end_value=config.lr / 10)
+    schedule = optax.warmup_cosine_decay_schedule(
+        config.lr / (warmup + 1), config.lr, warmup, max(steps, warmup + 1), end_value=config.lr / 10
+    )
     return optax.chain(optax.clip_by_global_norm(config.grad_clip), optax.adamw(schedule, weight_decay=config.weight_decay))
 
 
