@@ -75,7 +75,9 @@ def main() -> None:
     warm = [json.loads(line) for line in (workdir / "warmstart_metrics.jsonl").read_text().splitlines()] if warmed else []
     heldout = [row["heldout/loss"] for row in warm if "heldout/loss" in row]
     times = {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in sorted(rows[0]) if name.startswith("time/")}
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     summary = {
+        "commit": commit,
         "commands": commands,
         "machine": machine(),
         "seed": 0,
