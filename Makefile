@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 # A small run of configs/pocket.py: fewer passages, traces, questions and steps.
-DEMO ?= --config.index.limit=1800 --config.warmstart.questions=48 --config.warmstart.batch=4 --config.train.steps=3 \
+DEMO ?= --config.index.limit=1800 --config.warmstart.questions=48 --config.warmstart.batch=4 --config.train.steps=2 \
 	--config.train.questions=2 --config.grpo.minibatch_questions=2 --config.rollout.batch_groups=2 --config.data.eval_limit=16
 
 .PHONY: demo test lint setup clean
