@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -11,13 +12,14 @@ import pytest
 import tiny_run
 from safetensors.numpy import load_file, save_file
 
+from bridge_jax import ask, evaluate, train
 from bridge_jax import config as configuration
-from bridge_jax import evaluate, train
 from bridge_jax.models import e5, qwen2
 from bridge_jax.models.lora import load_peft
 from bridge_jax.training.checkpoints import Checkpoints
 from bridge_jax.training.metrics import read_metrics
 from bridge_jax.training.session import open_session
+from bridge_jax.training.workdir import exclusive
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +134,34 @@ def test_a_checkpoint_is_of_its_base_weights(world, tmp_path, capsys):
     assert "policy_weights" in capsys.readouterr().err
     assert evaluate.main([f"--config={copy / 'config.py'}", f"--workdir={tmp_path / 'run'}", "--config.policy.lora_rank=2"]) == 2
     assert "policy.lora_rank was 4, now 2" in capsys.readouterr().err
+
+
+def test_a_finished_run_is_used_and_protected(world, tmp_path, capsys):
+    workdir = tmp_path / "run"
+    run(world, workdir)
+    again = [f"--config={world / 'config.py'}", f"--workdir={workdir}"]
+    capsys.readouterr()
+    assert ask.main([f"--workdir={workdir}", "where was ada born ?"]) == 0
+    assert "where was ada born ?" in capsys.readouterr().out
+
+    with exclusive(workdir):
+        assert train.main(again) == 2
+    assert "another process" in capsys.readouterr().err
+
+    newest = workdir / "checkpoints" / "6"
+    arrays = [path for path in (newest / "policy").rglob("*") if path.is_file() and path.parent.name == "d"]
+    whole = {path: path.read_bytes() for path in arrays}
+    for path in arrays:
+        path.write_bytes(whole[path][:50])
+    assert train.main(again) == 2
+    error = capsys.readouterr().err.strip().split("\n")[-1]
+    assert error.startswith("error: ") and str(newest) in error and "move it away" in error
+    for path in arrays:
+        path.write_bytes(whole[path])
+
+    before = (workdir / "metrics.jsonl").read_bytes()
+    shutil.rmtree(workdir / "checkpoints")
+    assert train.main(again) == 2
+    assert "goes to step 6, but the newest checkpoint is of step 0" in capsys.readouterr().err
+    assert (workdir / "metrics.jsonl").read_bytes() == before
+    assert len(list((workdir / "rollouts").iterdir())) == 6
