@@ -18,6 +18,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from bridge_jax.errors import UserError
+from bridge_jax.files import write_text
 
 METHODS = ("bridge", "vt_search")
 
@@ -372,7 +373,4 @@ def claim_workdir(
             raise UserError(f"{workdir} belongs to another configuration ({shown}): use another --workdir, or delete this one")
     if not write:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(resolved, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, json.dumps(resolved, indent=1, sort_keys=True) + "\n")

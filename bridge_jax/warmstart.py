@@ -21,6 +21,7 @@ from rich.console import Console
 from bridge_jax import config as configuration
 from bridge_jax.data.qa import Question, load_questions
 from bridge_jax.errors import UserError, main_guard
+from bridge_jax.files import write_text
 from bridge_jax.models import qwen2
 from bridge_jax.retrieval.progress import track
 from bridge_jax.retrieval.retriever import RetrievalFault
@@ -148,12 +149,8 @@ def build_traces(assets: Assets, console: Console) -> tuple[list[Trace], list[Tr
 
 
 def write_traces(path: Path, traces: Sequence[Trace], heldout: Sequence[Trace]) -> None:
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        for split, part in (("train", traces), ("heldout", heldout)):
-            for trace in part:
-                file.write(json.dumps({"split": split, **trace_row(trace)}, ensure_ascii=False) + "\n")
-    temporary.replace(path)
+    rows = [{"split": split, **trace_row(trace)} for split, part in (("train", traces), ("heldout", heldout)) for trace in part]
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def export(assets: Assets, params: dict, folder: Path) -> None:

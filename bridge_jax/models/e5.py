@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from bridge_jax.errors import UserError
+from bridge_jax.files import write_text
 from bridge_jax.mesh import BATCH, batch_sharding, constrain, param_sharding
 from bridge_jax.models import hub
 from bridge_jax.models.attention import attend
@@ -270,7 +271,7 @@ def save(folder: str | Path, encoder: Encoder) -> None:
         return
     dtype = jnp.dtype(encoder.params["embed"]["embedding"].dtype).name
     name = {"_name_or_path": encoder.name, "torch_dtype": dtype}  # the name keeps the family, hence the prefixes
-    hub.write_text(folder / "config.json", json.dumps(config.to_hf() | name, indent=2) + "\n")
+    write_text(folder / "config.json", json.dumps(config.to_hf() | name, indent=2) + "\n")
     encoder.tokenizer.save_pretrained(folder)
 
 

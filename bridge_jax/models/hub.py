@@ -110,14 +110,6 @@ def read_json(path: Path) -> dict:
     return value
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write atomically, making the folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
-
-
 @dataclass(frozen=True)
 class Tensor:
     """A tensor in a memory-mapped safetensors file."""

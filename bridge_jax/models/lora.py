@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bridge_jax.errors import UserError
+from bridge_jax.files import write_text
 from bridge_jax.models import hub
 
 E5_TARGETS = ("query", "key", "value", "attention_output")
@@ -141,7 +142,7 @@ def save_peft(folder: str | Path, lora: Mapping, config: LoRAConfig, arch: str, 
     }
     folder = Path(folder)
     hub.write_tensors(folder / "adapter_model.safetensors", tensors)
-    hub.write_text(folder / "adapter_config.json", json.dumps(settings, indent=2) + "\n")
+    write_text(folder / "adapter_config.json", json.dumps(settings, indent=2) + "\n")
 
 
 # PEFT settings that change the computation, and the only value this module computes.

@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from bridge_jax.errors import UserError
+from bridge_jax.files import write_text
 from bridge_jax.mesh import BATCH, constrain, param_sharding
 from bridge_jax.models import hub
 from bridge_jax.models.attention import attend, causal_mask
@@ -357,9 +358,9 @@ def save(folder: str | Path, model: Qwen2, params: Mapping, tokenizer: Any = Non
         "eos_token_id": _one_or_list(config.eos_token_ids),
         "pad_token_id": config.pad_token_id,
     }
-    hub.write_text(folder / "generation_config.json", json.dumps(ids, indent=2) + "\n")
+    write_text(folder / "generation_config.json", json.dumps(ids, indent=2) + "\n")
     dtype = jnp.dtype(params["embed"]["embedding"].dtype).name
-    hub.write_text(folder / "config.json", json.dumps(config.to_hf() | {"torch_dtype": dtype}, indent=2) + "\n")
+    write_text(folder / "config.json", json.dumps(config.to_hf() | {"torch_dtype": dtype}, indent=2) + "\n")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

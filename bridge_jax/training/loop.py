@@ -22,6 +22,7 @@ from bridge_jax.data.prompts import build_prompt
 from bridge_jax.data.qa import load_questions
 from bridge_jax.data.stream import Mixture, QuestionStream
 from bridge_jax.errors import UserError
+from bridge_jax.files import write_text
 from bridge_jax.models import pocket_models, qwen2
 from bridge_jax.models.lora import merge_lora, save_peft
 from bridge_jax.objectives import rewards, scoring
@@ -242,10 +243,7 @@ def _evaluation(
     if only_if_missing and (path.exists() or step):
         return None
     result = evaluate(learner.assets, learner.policy_variables(state), learner.retriever_lora(state))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"step": step, **result}, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, json.dumps({"step": step, **result}, ensure_ascii=False, indent=1) + "\n")
     overall = result["averages"]["overall"]
     shown = "  ".join(f"{name} {overall[name]:.3f}" for name in ("em", "f1", "recall@3") if overall.get(name) is not None)
     display.say(f"evaluation after step {step}: {shown}")

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bridge_jax.errors import UserError
+from bridge_jax.files import write_text
 
 
 class RunLog:
@@ -43,12 +44,8 @@ class RunLog:
             writer(clean)
 
     def write_rollouts(self, step: int, rows: Iterable[dict]) -> None:
-        path = self.rollouts / f"step_{step:06d}.jsonl"
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        temporary.replace(path)
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_text(self.rollouts / f"step_{step:06d}.jsonl", text)
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -69,9 +66,7 @@ def _truncate(path: Path, start: int) -> None:
     if not path.exists():
         return
     kept = [row for row in read_metrics(path) if row["step"] <= start]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def _number(value) -> float | int | str | None:

@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bridge_jax.errors import UserError
+from bridge_jax.files import write_text
 from bridge_jax.mesh import batch_sharding
 from bridge_jax.models.qwen2 import Qwen2, unembed
 from bridge_jax.objectives.logprobs import token_logps
@@ -257,10 +258,7 @@ class _Log:
     def __init__(self, path: Path, start: int):
         self._path = path
         kept = [row for row in read_metrics(path) if row["step"] <= start and (row["step"] == 0) >= ("heldout/loss" in row)]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in (kept if start else [])), encoding="utf-8")
-        temporary.replace(path)
+        write_text(path, "".join(json.dumps(row) + "\n" for row in (kept if start else [])))
 
     def write(self, row: dict) -> None:
         with self._path.open("a", encoding="utf-8") as file:
