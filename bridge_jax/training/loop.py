@@ -31,11 +31,12 @@ from bridge_jax.objectives.grpo import group_advantages, informative_groups
 from bridge_jax.training import batch as batches
 from bridge_jax.training.assets import Assets, load_assets, policy_lora, policy_source, retriever_lora
 from bridge_jax.training.checkpoints import Checkpoints
+from bridge_jax.training.credit_stage import CreditStage
 from bridge_jax.training.display import Display
 from bridge_jax.training.episode_metrics import rollout_rows, step_metrics
 from bridge_jax.training.metrics import RunLog, read_metrics
 from bridge_jax.training.session import claim
-from bridge_jax.training.state import Learner, fingerprint, scoring_config
+from bridge_jax.training.state import Learner, fingerprint
 from bridge_jax.training.workdir import exclusive
 
 log = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ class Loop:
     def __init__(self, config: ConfigDict, assets: Assets, learner: Learner, stream: QuestionStream, log: RunLog):
         self.config, self.assets, self.learner, self.stream, self.log = config, assets, learner, stream, log
         self._key = jax.random.key(config.train.seed)
-        self._scoring = scoring_config(config)
+        self._credit = CreditStage(config, assets)
         self._longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
         self._gap_limit = 1e-3 if config.policy.compute_dtype == "float32" else 2e-2
         self._skipped = 0  # steps in a row with a skipped update; a resumed run reads them back
@@ -161,14 +162,13 @@ class Loop:
         if config.grpo.filter_zero_advantage:
             trained &= np.asarray(informative_groups(groups, valid))[:, None]
 
-        chosen, likelihoods = [], []
+        scored = {}
         if learner.trains_retriever and step % config.credit.period == 0:
-            chosen = batches.choose_turns(episodes, config.credit.max_turns, config.train.seed, step)
-            likelihoods = self._score(variables, episodes, chosen)
-            metrics["credit/turns"] = len(chosen)
+            credited, measured = self._credit(step, variables, episodes, scores, advantages)
+            metrics |= measured
+            scored = credited.by_turn(episodes)
             clock.lap("score")
-            turns = batches.pack_turns(assets, chosen, likelihoods, advantages, batches.turn_rows(config))
-            state, learned = learner.retriever_step(state, turns)
+            state, learned = learner.retriever_step(state, credited.turns)
             metrics |= {name: float(value) for name, value in learned.items()}
             clock.lap("retriever")
 
@@ -177,20 +177,12 @@ class Loop:
         metrics |= {name: float(value) for name, value in learned.items()}
         clock.lap("policy")
         if config.train.log_rollouts_every and step % config.train.log_rollouts_every == 0:
-            scored = {(i, _number(episodes[i].turns, turn)): l_d for (i, turn), l_d in zip(chosen, likelihoods, strict=True)}
             rows = rollout_rows(step, episodes, scores, reasons, advantages, assets.corpus, scored, config.credit.tau)
             self.log.write_rollouts(step, rows)
         metrics |= clock.seconds()
         metrics["epoch"] = self.stream.epoch_at(step)
         metrics["compilations/update"], metrics["compilations/score"] = learner.compilations(), scoring.compilations()
         return state, metrics
-
-    def _score(self, variables, episodes, chosen) -> list[np.ndarray]:
-        if not chosen:
-            return []
-        pairs = [(episodes[i], turn) for i, turn in chosen]
-        assets = self.assets
-        return scoring.score_turns(assets.policy, variables, pairs, assets.corpus, assets.tokenizer, self._scoring)
 
     def check(self, step: int, metrics: dict, display: Display) -> None:
         """Warn when sampler and trainer disagree; stop a run that only produces non-finite gradients.
@@ -213,10 +205,6 @@ class Loop:
     def _count_skipped(self, row: dict) -> None:
         skipped = (row.get("policy/skipped_updates") or 0.0) + (row.get("retriever/skipped_updates") or 0.0)
         self._skipped = self._skipped + 1 if skipped else 0
-
-
-def _number(turns, turn) -> int:
-    return next(i for i, other in enumerate(turns) if other is turn)
 
 
 class _Clock:

@@ -13,7 +13,6 @@ from bridge_jax.models.lora import init_lora
 from bridge_jax.objectives import bilevel
 from bridge_jax.objectives.grpo import GRPOConfig
 from bridge_jax.objectives.rag import RetrieverLossConfig
-from bridge_jax.objectives.scoring import ScoringConfig
 from bridge_jax.training import batch as batches
 from bridge_jax.training.assets import Assets, policy_lora, retriever_lora
 from bridge_jax.training.methods import method_of
@@ -59,14 +58,6 @@ def step_config(config: ConfigDict) -> bilevel.StepConfig:
         retriever_optimizer=bilevel.OptimizerConfig(c.lr, c.weight_decay, c.grad_clip, c.warmup_steps),
         turn_minibatch=c.minibatch,
         turn_epochs=c.epochs,
-    )
-
-
-def scoring_config(config: ConfigDict) -> ScoringConfig:
-    return ScoringConfig(
-        golds=config.credit.golds,
-        turns_per_batch=config.credit.turns_per_batch,
-        max_passage_tokens=config.rollout.max_passage_tokens or config.rollout.max_observation_tokens,
     )
 
 
