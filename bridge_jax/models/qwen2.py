@@ -144,6 +144,7 @@ class Block(nn.Module):
     dtype: Any
     lora: LoRAConfig | None
     mesh: Mesh | None
+    keep: bool  # give k and v [B,T,K,H] of this layer as the scan's output
 
     @nn.compact
     def __call__(self, carry, per_layer, common):
@@ -168,14 +169,14 @@ class Block(nn.Module):
             cache_k = jax.lax.dynamic_update_slice(cache_k, k[None].astype(cache_k.dtype), start)
             cache_v = jax.lax.dynamic_update_slice(cache_v, v[None].astype(cache_v.dtype), start)
             k, v = (jax.lax.dynamic_index_in_dim(cache, layer, keepdims=False) for cache in (cache_k, cache_v))
-        h = attend(q, k, v, mask, shared_k, shared_v, shared_valid).reshape(batch, length, -1)
-        x = x + dense("o_proj", c.hidden_size)(h)
+        h = attend(q, k, v, mask, shared_k, shared_v, shared_valid)
+        x = x + dense("o_proj", c.hidden_size)(h.reshape(batch, length, -1))
 
         h = RMSNorm(c.rms_norm_eps, name="post_norm")(x)
         h = nn.silu(dense("gate_proj", c.intermediate_size)(h)) * dense("up_proj", c.intermediate_size)(h)
         x = x + dense("down_proj", c.hidden_size)(h)
         x = constrain(x, self.mesh, P(BATCH))
-        return (x, cache_k, cache_v), None
+        return (x, cache_k, cache_v), (k, v) if self.keep else None
 
 
 class _Head(nn.Module):
@@ -225,15 +226,16 @@ class Qwen2(nn.Module):
           private: the rows' own columns. The new ones are written at [:, write_at : write_at + T], which must lie inside the block
             (write_at is clamped otherwise); token t sees the valid columns up to write_at + t.
           write_at: int32 scalar.
-          output: "logits" [B, T, V] float32, or "hidden" [B, T, D] after the final norm, for `unembed`.
+          output: "logits" [B, T, V] float32, or "hidden" [B, T, D] after the final norm, for `unembed`; without `private` also
+            "block": the T columns as a `KVBlock` to be `shared` (a gradient would save a cache in the carry once a layer).
 
         Returns:
           The output; with `private`, (output, the updated private block). Rows that see nothing hold finite garbage.
         """
         c = self.config
         batch, length = tokens.shape
-        if output not in ("logits", "hidden"):
-            raise ValueError(f"output={output!r}: it is 'logits' or 'hidden'")
+        if output not in ("logits", "hidden", "block") or (output == "block" and private is not None):
+            raise ValueError(f"output={output!r}: it is 'logits', 'hidden', or, without `private`, 'block'")
         if "lora" in self.variables:
             check_lora(self.variables["params"], self.variables["lora"])
 
@@ -244,7 +246,7 @@ class Qwen2(nn.Module):
             if segment_ids is None and valid is not None:
                 segment_ids = valid.astype(jnp.int32)
             mask = causal_mask(batch, length, segment_ids)
-            columns = None
+            columns = jnp.ones((batch, length), bool) if segment_ids is None else segment_ids > 0
             seen = mask.sum(-1, dtype=jnp.int32)
         else:
             if write_at is None or segment_ids is not None:
@@ -268,13 +270,14 @@ class Qwen2(nn.Module):
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast),
             length=c.num_layers,
-        )(c, self.dtype, self.lora, self.mesh, name="layers")
+        )(c, self.dtype, self.lora, self.mesh, output == "block", name="layers")
         carry = (x, None, None) if private is None else (x, private.k, private.v)
         per_layer = (jnp.arange(c.num_layers), *((None, None) if shared is None else (shared.k, shared.v)))
         common = (cos, sin, mask, None if shared is None else shared.valid, write_at)
-        (x, new_k, new_v), _ = layers(carry, per_layer, common)
+        (x, new_k, new_v), kept = layers(carry, per_layer, common)
         x = RMSNorm(c.rms_norm_eps, name="norm")(x)
-
+        if output == "block":
+            return KVBlock(*kept, columns)
         head = None if c.tie_embeddings else _Head((c.hidden_size, c.vocab_size), name="lm_head")()
         if output == "logits":
             x = _project(x, embed.embedding, head)
@@ -353,11 +356,8 @@ def save(folder: str | Path, model: Qwen2, params: Mapping, tokenizer: Any = Non
     if jax.process_index():
         return
     config = model.config
-    ids = {
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": _one_or_list(config.eos_token_ids),
-        "pad_token_id": config.pad_token_id,
-    }
+    eos = _one_or_list(config.eos_token_ids)
+    ids = {"bos_token_id": config.bos_token_id, "eos_token_id": eos, "pad_token_id": config.pad_token_id}
     write_text(folder / "generation_config.json", json.dumps(ids, indent=2) + "\n")
     dtype = jnp.dtype(params["embed"]["embedding"].dtype).name
     write_text(folder / "config.json", json.dumps(config.to_hf() | {"torch_dtype": dtype}, indent=2) + "\n")

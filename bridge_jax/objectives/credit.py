@@ -1,8 +1,8 @@
 """Document scoring: l_d, the log-likelihood of the gold answer when document d alone follows the history.
 
 Source: METHOD 3 and DESIGN 2. The history of a turn is run once and becomes the *shared* cache block of its C candidates; each
-candidate writes only its own continuation (document, `<answer> `, gold answer) to a private row. Forward only: METHOD 3 shows
-that the retriever's gradient needs no gradient through the language model.
+candidate is a row with only its own continuation (document, `<answer> `, gold answer). Forward only for the retriever: METHOD 3
+shows that its gradient needs no gradient through the language model. `two_state` alone takes that gradient, for the policy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from bridge_jax.models import qwen2
-from bridge_jax.models.cache import KVBlock
 from bridge_jax.objectives.logprobs import token_logps
 
 
@@ -36,25 +35,39 @@ def document_log_likelihood(
       answer_tokens: static bound on answer tokens a row (default T); further ones would be ignored.
       chunk: tokens unembedded at once. [U*C, T, V] is never built: only the states that predict answer tokens are unembedded.
     """
-    U, P = history.shape
-    _, C, T = continuation.shape
-    A = T if answer_tokens is None else min(answer_tokens, T)
-    variables = jax.lax.stop_gradient(variables)
-
-    block = KVBlock.empty(model.config, U, P, model.dtype)
-    _, shared = model.apply(variables, history, valid=history_valid, private=block, write_at=0, output="hidden")
-
-    rows = continuation.reshape(U * C, T)
-    block = KVBlock.empty(model.config, U * C, T, model.dtype)
-    hidden, _ = model.apply(
-        variables,
-        rows,
-        valid=continuation_valid.reshape(U * C, T),
-        shared=shared,
-        private=block,
-        write_at=0,
-        output="hidden",
+    likelihood = differentiable_log_likelihood(
+        model,
+        jax.lax.stop_gradient(variables),
+        history,
+        history_valid,
+        continuation,
+        continuation_valid,
+        answer_mask,
+        answer_tokens=answer_tokens,
+        chunk=chunk,
     )
+    return jax.lax.stop_gradient(likelihood)
+
+
+def differentiable_log_likelihood(
+    model: qwen2.Qwen2,
+    variables,
+    history: jax.Array,
+    history_valid: jax.Array,
+    continuation: jax.Array,
+    continuation_valid: jax.Array,
+    answer_mask: jax.Array,
+    *,
+    answer_tokens: int | None = None,
+    chunk: int = 1024,
+) -> jax.Array:
+    """`document_log_likelihood` with gradients to `variables`: theta's part of L_RAG (METHOD 1, `objectives.two_state`)."""
+    U, C, T = continuation.shape
+    A = T if answer_tokens is None else min(answer_tokens, T)
+
+    shared = model.apply(variables, history, valid=history_valid, output="block")
+    rows = continuation.reshape(U * C, T)
+    hidden = model.apply(variables, rows, valid=continuation_valid.reshape(U * C, T), shared=shared, output="hidden")
 
     # Columns of the answer tokens, first to last; their predictors are one column earlier.
     mask = answer_mask.reshape(U * C, T)
@@ -63,4 +76,4 @@ def document_log_likelihood(
     targets = jnp.take_along_axis(rows, columns, -1)
     hidden = jnp.take_along_axis(hidden, jnp.maximum(columns - 1, 0)[..., None], 1)
     logps, _ = token_logps(hidden, lambda x: qwen2.unembed(variables["params"], x, model.config), targets, chunk)
-    return jax.lax.stop_gradient(jnp.where(counted, logps, 0.0).sum(-1).reshape(U, C))
+    return jnp.where(counted, logps, 0.0).sum(-1).reshape(U, C)

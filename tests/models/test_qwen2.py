@@ -122,6 +122,9 @@ def test_two_block_cache_is_the_full_forward(one):
         np.testing.assert_allclose(outputs[row][written[row]], full[0, len(prompt) :], atol=1e-5 * np.abs(full).max())
     # The shared block alone, nothing kept: how documents are scored.
     scored = apply(new, shared=shared, valid=written)
+    kept = apply(TOKENS[::2, :8], valid=prompt_valid, output="block")
+    np.testing.assert_array_equal(kept.valid, shared.valid)
+    np.testing.assert_allclose(apply(new, shared=kept, valid=written), scored, atol=1e-5)
     np.testing.assert_allclose(np.where(written[..., None], scored - outputs, 0), 0, atol=1e-5 * np.abs(outputs).max())
 
 

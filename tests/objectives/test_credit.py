@@ -1,5 +1,6 @@
 """Document scoring against a naive forward pass for every single document."""
 
+import dataclasses
 import functools
 import math
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 from tiny_world import make_policy, nudged
 
 from bridge_jax.objectives import scoring
-from bridge_jax.objectives.credit import document_log_likelihood
+from bridge_jax.objectives.credit import differentiable_log_likelihood, document_log_likelihood
 from bridge_jax.objectives.scoring import ScoringConfig, answer_tokens, score_turns
 from bridge_jax.rollout import protocol
 
@@ -84,6 +85,36 @@ def test_forward_only():
     model, params, _ = make_policy(lora=False)
     grad = jax.jit(jax.grad(lambda p: document_log_likelihood(model, {"params": p}, *inputs()).sum()))(params)
     assert not any(np.asarray(g).any() for g in jax.tree.leaves(grad))
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_the_differentiable_form_has_the_gradient_of_the_full_forward(remat):
+    model, params, adapter = make_policy()
+    adapter = nudged(adapter, 5)
+    arrays = history, valid, continuation, continuation_valid, answer = inputs()
+    weights = np.random.default_rng(1).normal(size=(U, C)).astype(np.float32)
+
+    @jax.jit
+    def got(lora):
+        shared = dataclasses.replace(model, remat=remat)
+        return (weights * differentiable_log_likelihood(shared, {"params": params, "lora": lora}, *arrays)).sum()
+
+    @jax.jit
+    def expected(lora):
+        total = 0.0
+        for u in range(U):
+            for c in range(C):
+                real = continuation[u, c][continuation_valid[u, c]]
+                tokens = np.concatenate([history[u][valid[u]], real])
+                at = np.arange(len(tokens) - answer[u, c].sum(), len(tokens))
+                padded = np.pad(tokens, (0, 32 - len(tokens)))[None]
+                logps = jax.nn.log_softmax(model.apply({"params": params, "lora": lora}, padded))[0]
+                total += weights[u, c] * logps[at - 1, tokens[at]].sum()
+        return total
+
+    a, b = jax.grad(got)(adapter), jax.grad(expected)(adapter)
+    size = max(float(abs(x).max()) for x in jax.tree.leaves(b))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5 * size), a, b)
 
 
 def test_logits_exist_for_answer_tokens_only():
