@@ -49,13 +49,13 @@ def default() -> ConfigDict:
     c.retriever.lora_alpha = 32.0
 
     c.index = ConfigDict()
-    c.index.corpus = "embedded"  # jsonl of {id, contents}, or "embedded"
+    c.index.corpus = "embedded"  # jsonl of {id, contents}, or "embedded" or "mini"
     c.index.folder = ""  # "" = built on first use in the cache, keyed by encoder and corpus
     c.index.kind = "auto"  # auto | scann | exact
     c.index.limit = 0  # first rows of the corpus only; 0 = all
 
     c.data = ConfigDict()
-    c.data.train = ("nq", "hotpotqa")  # files, official names, or embedded/<set>
+    c.data.train = ("nq", "hotpotqa")  # files, official names, embedded/<set> or mini/<set>
     c.data.train_split = "train"
     c.data.weights = ()  # one weight a source; () = by size
     c.data.eval = ("hotpotqa",)

@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument(
-        "--corpus", required=True, help='JSON-lines file of passages, or "embedded" for the passages shipped with the package'
+        "--corpus", required=True, help='JSON-lines file of passages, or "embedded" or "mini" for those that come with the package'
     )
     p.add_argument("--encoder", required=True, help="BERT/E5 encoder: a folder, a Hugging Face id, or a pocket model's name")
     p.add_argument("--out", required=True, help="index folder to write")
@@ -56,10 +56,10 @@ def main(arguments: list[str] | None = None) -> int:
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
     corpus = args.corpus
-    if corpus == "embedded":
-        from bridge_jax.data import embedded
+    if corpus in ("embedded", "mini"):
+        from bridge_jax.data import embedded, mini
 
-        corpus = embedded.corpus_path()
+        corpus = {"embedded": embedded, "mini": mini}[corpus].corpus_path()
     Corpus.open(corpus, args.limit)  # a bad corpus is refused before an encoder is fetched
     encoder = e5.load(args.encoder, query_prefix=args.query_prefix, passage_prefix=args.passage_prefix, max_length=args.max_length)
     index = build_index(corpus, encoder, args.out, args.kind, args.limit, batch_size=args.batch_size, force=args.force)

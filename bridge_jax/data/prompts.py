@@ -28,6 +28,8 @@ STYLES = {
         "Give a short final answer, for example <answer> Lisbon </answer>.\n"
         "Question: {question}\n"
     ),
+    # For the mini world's policy, which was trained on the protocol and needs no explanation.
+    "bare": "question : {question}",
 }
 
 

@@ -3,9 +3,10 @@
     load_questions("runs/my.jsonl")                a file: .jsonl, .jsonl.gz or .parquet; its format is seen from its columns
     load_questions("data/hotpotqa", "train")       a folder with <split>.jsonl, .jsonl.gz or .parquet
     load_questions("embedded/hotpotqa", "train")   what is shipped in the package (`embedded`)
+    load_questions("mini/two_hop", "train")        the generated closed world (`mini`)
     load_questions("hotpotqa", "dev")              an official set: $BRIDGE_JAX_DATA/<name>/<split>.jsonl, else the hub
 
-`split=None` is the split that published numbers are measured on ("test" for embedded sets). A row that cannot be used is a
+`split=None` is the split that published numbers are measured on ("test" for embedded and mini sets). A row that cannot be used is a
 `UserError` with file, line and field.
 """
 
@@ -21,7 +22,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bridge_jax.data import embedded
+from bridge_jax.data import embedded, mini
 from bridge_jax.data.formats import PARSERS, Question, RowError, canonical_name, detect_format
 from bridge_jax.errors import UserError
 
@@ -82,6 +83,9 @@ def locate(spec: str | os.PathLike, split: str | None = None, data_dir: str | os
     if text.startswith("embedded/"):
         name = canonical_name(text.removeprefix("embedded/"))
         return embedded.questions_path(name, split), name
+    if text.startswith("mini/"):
+        name = text.removeprefix("mini/")
+        return mini.questions_path(name, split), name
     if canonical_name(text) in OFFICIAL:
         return _official(canonical_name(text), split, data_dir)
     path = Path(text).expanduser()
@@ -91,7 +95,7 @@ def locate(spec: str | os.PathLike, split: str | None = None, data_dir: str | os
         if not path.name.endswith(SUFFIXES):
             raise UserError(f"question file {path} is not one of {', '.join(SUFFIXES)}; convert it or rename it")
         return path, _name_of(path)
-    known = [*OFFICIAL, *(f"embedded/{name}" for name in embedded.SETS)]
+    known = [*OFFICIAL, *(f"embedded/{name}" for name in embedded.SETS), *(f"mini/{name}" for name in mini.SETS)]
     near = difflib.get_close_matches(text, known, n=1)
     hint = f"did you mean '{near[0]}'" if near else f"give a file, a folder or one of {', '.join(known)}"
     raise UserError(f"no question file or set '{text}'; {hint}")

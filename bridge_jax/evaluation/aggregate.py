@@ -14,13 +14,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from bridge_jax.data import mini
 from bridge_jax.data.formats import canonical_name
 from bridge_jax.objectives import rewards
 from bridge_jax.retrieval.corpus import Corpus
 from bridge_jax.rollout.episodes import Episode
 from bridge_jax.training.episode_metrics import recall
 
-MULTI_HOP = ("hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+SINGLE_HOP = ("nq", "triviaqa", "popqa", "one_hop", "one_hop_ood")
+MULTI_HOP = ("hotpotqa", "2wikimultihopqa", "musique", "bamboogle", *mini.MULTI_HOP)
 STATUSES = ("answered", "no_answer", "truncated", "context_full", "environment_fault")
 RESAMPLES = 1000
 
@@ -72,9 +74,10 @@ def summarise(records: Sequence[Mapping], k: int, seed: int = 0) -> dict:
 
 
 def averages(records: Mapping[str, Sequence[Mapping]], k: int, seed: int = 0) -> dict[str, dict]:
-    """{"multi_hop": .., "overall": ..}: every data set counts the same, whatever its size. No such set, no multi_hop."""
-    multi_hop = [name for name in records if canonical_name(name.split("/")[-1]) in MULTI_HOP]
-    groups = {"multi_hop": multi_hop, "overall": list(records)}
+    """{"single_hop": .., "multi_hop": .., "overall": ..}: every data set counts the same. No set of a kind, no entry."""
+    known = {"single_hop": SINGLE_HOP, "multi_hop": MULTI_HOP}
+    groups = {group: [n for n in records if canonical_name(n.split("/")[-1]) in names] for group, names in known.items()}
+    groups["overall"] = list(records)
     result = {}
     for group, names in groups.items():
         if names:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from bridge_jax.data import embedded
+from bridge_jax.data import embedded, mini
 from bridge_jax.data.formats import canonical_name
 from bridge_jax.data.prompts import build_prompt
 from bridge_jax.data.qa import Question, load_questions
@@ -46,8 +46,8 @@ def evaluate_sets(
       engine: from `evaluation_engine`, to be used again; None makes one.
 
     Returns:
-      {"datasets": {name: metrics}, "averages": {"multi_hop", "overall"}, "predictions": {name: [record a question]}, "k",
-      "seconds"}; the metrics are those of `aggregate.summarise`.
+      {"datasets": {name: metrics}, "averages": {"single_hop", "multi_hop", "overall"}, "predictions": {name: [record a
+      question]}, "k", "seconds"}; the metrics are those of `aggregate.summarise`.
     """
     engine = engine or evaluation_engine(assets)
     k, began = engine.candidates, time.monotonic()
@@ -105,6 +105,8 @@ def _source(config, name: str) -> str:
         return name
     wanted = canonical_name(name)
     for spec in (*config.data.eval, *config.data.train):
-        if canonical_name(spec.split("/")[-1]) == wanted and spec.startswith("embedded/"):
+        if canonical_name(spec.split("/")[-1]) == wanted and spec.startswith(("embedded/", "mini/")):
             return spec
+    if config.index.corpus == "mini" and wanted in mini.SETS:
+        return f"mini/{wanted}"
     return f"embedded/{wanted}" if config.index.corpus == "embedded" and wanted in embedded.SETS else name

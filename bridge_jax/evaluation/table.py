@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rich.table import Table
 
 _STYLE = {"title_justify": "left", "box": None, "padding": (0, 2, 0, 0)}  # narrow: a row fits into 80 columns
-LABELS = {"multi_hop": "multi-hop avg", "overall": "average"}
+LABELS = {"single_hop": "single-hop avg", "multi_hop": "multi-hop avg", "overall": "average"}
 
 
 def results_table(result: Mapping, title: str = "") -> Table:

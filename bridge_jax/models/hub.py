@@ -24,6 +24,8 @@ import numpy as np
 from bridge_jax.errors import UserError
 from bridge_jax.mesh import tree_path
 
+SHIPPED = ("mini-policy", "mini-encoder")  # models of the mini world, in the package
+
 # Module of the stacked tree -> its name in Hugging Face checkpoints, layer by layer.
 _DECODER = {
     ("layers", "input_norm"): "model.layers.{}.input_layernorm",
@@ -64,12 +66,14 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def resolve(id_or_folder: str | Path) -> Path:
-    """A local folder, for a folder, a pocket model's name, or a hub id (downloaded into the hub's cache); else UserError."""
+    """A local folder for a folder, a shipped or pocket model's name, or a hub id (downloaded into its cache); else UserError."""
     from bridge_jax.models import pocket_models  # here, because it writes its folders with this module
 
     name = str(id_or_folder)
     if pocket_models.is_known(name):
         return Path(pocket_models.fetch(name))
+    if name in SHIPPED:
+        return Path(__file__).parent / "shipped" / name
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():

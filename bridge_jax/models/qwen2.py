@@ -266,7 +266,7 @@ class Qwen2(nn.Module):
         block = nn.remat(Block, prevent_cse=False) if self.remat else Block
         layers = nn.scan(
             block,
-            variable_axes={"params": 0, "lora": 0},
+            variable_axes={"params": 0, "lora": 0, "intermediates": 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast),
             length=c.num_layers,
