@@ -11,6 +11,7 @@ import ast
 import difflib
 import importlib.util
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +20,11 @@ from ml_collections import ConfigDict
 
 from bridge_jax.errors import UserError
 from bridge_jax.files import write_text
+from bridge_jax.training import methods
 
-METHODS = ("bridge", "vt_search")
+log = logging.getLogger(__name__)
+
+METHODS = tuple(methods.METHODS)
 
 
 def default() -> ConfigDict:
@@ -28,7 +32,7 @@ def default() -> ConfigDict:
     c = ConfigDict()
 
     c.method = ConfigDict()
-    c.method.name = "bridge"  # one of METHODS
+    c.method.name = "bridge"  # see training/methods.py
 
     c.policy = ConfigDict()
     c.policy.model = "Qwen/Qwen2.5-3B-Instruct"  # hub id, folder, or a pocket model's name
@@ -173,17 +177,37 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> ConfigDict:
-    """Run `get_config()` of the file, apply `group.field=value` overrides, validate, lock.
+    """Run `get_config()` of the file, apply what the method implies, then `group.field=value` overrides; validate, lock.
 
     Raises:
       UserError: naming the file, the field (with the nearest known name) or the value and what is allowed.
     """
     config = _run_file(Path(path))
-    for override in overrides:
-        name, _, text = override.partition("=")
+    given = [(name, text) for name, _, text in (override.partition("=") for override in overrides)]
+    for name, text in given:
+        if name == "method.name":
+            _set(config, name, text)
+    _apply_method(config, {name for name, _ in given})
+    for name, text in given:
         _set(config, name, text)
     validate(config)
     return config.lock()
+
+
+def _apply_method(config: ConfigDict, given: set[str]) -> None:
+    """Set the fields that the method implies, except `given` ones, and say so."""
+    known = flatten(config)
+    method = methods.METHODS.get(known.get("method.name"))
+    if method is None:
+        return  # `validate` names it
+    capped = {name: min(limit, known[name]) for name, limit in method.at_most.items()}
+    implied = {name: value for name, value in {**method.implied, **capped}.items() if name not in given}
+    for name, value in implied.items():
+        group, field = name.split(".")
+        config[group][field] = value
+    if implied:
+        shown = ", ".join(f"{name}={value}" for name, value in implied.items())
+        log.info("method %s implies %s (override with --config.group.field=value)", known["method.name"], shown)
 
 
 def _run_file(path: Path) -> ConfigDict:
@@ -319,6 +343,11 @@ def validate(config: ConfigDict) -> None:
         )
     if config.credit.tau <= 0:
         raise UserError(f"config.credit.tau={config.credit.tau!r}: must be above 0")
+    method = methods.method_of(config)
+    if method.use_rag and not method.use_outcome and config.credit.gamma == 0:
+        raise UserError(
+            f"config.credit.gamma=0: method {config.method.name} trains the retriever by gamma L_RAG alone: give one above 0"
+        )
     if config.rollout.candidates < config.rollout.shown:
         raise UserError(
             f"config.rollout.candidates={config.rollout.candidates}: must be at least config.rollout.shown={config.rollout.shown}"

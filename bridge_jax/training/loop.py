@@ -34,6 +34,7 @@ from bridge_jax.training.checkpoints import Checkpoints
 from bridge_jax.training.credit_stage import CreditStage
 from bridge_jax.training.display import Display
 from bridge_jax.training.episode_metrics import rollout_rows, step_metrics
+from bridge_jax.training.methods import method_of, stage_of, total_steps
 from bridge_jax.training.metrics import RunLog, read_metrics
 from bridge_jax.training.session import claim
 from bridge_jax.training.state import Learner, fingerprint
@@ -74,15 +75,17 @@ def _train(config, workdir: Path, evaluate: Evaluate, assets: Assets, learner: L
     _refuse_lost_checkpoints(config, workdir, start)
     run_log = RunLog(workdir, start, config.train.tensorboard, config.train.wandb, configuration.flatten(config))
     loop = Loop(config, assets, learner, stream, run_log)
+    total = total_steps(config)
 
-    with contextlib.closing(checkpoints), Display(config.train.steps, start) as display:
+    with contextlib.closing(checkpoints), Display(total, start) as display:
         if start:
             display.say(f"{workdir}: going on after step {start}")
         _evaluation(workdir, start, evaluate, learner, state, display, only_if_missing=True)
-        for step in range(start + 1, config.train.steps + 1):
+        for step in range(start + 1, total + 1):
             state, metrics = loop.step(step, state)
             score = None
-            if step == config.train.steps or (config.train.eval_every and step % config.train.eval_every == 0):
+            ends_stage = step % config.train.steps == 0
+            if ends_stage or (config.train.eval_every and step % config.train.eval_every == 0):
                 score = _evaluation(workdir, step, evaluate, learner, state, display)
                 metrics["eval/em"] = score
             run_log.write({"step": step, **metrics})
@@ -116,6 +119,10 @@ def training_mixture(config: ConfigDict) -> Mixture:
     return Mixture(tuple(config.data.train), parts, weights)
 
 
+# Over the run, for comparing methods at equal cost: phases of one step, each of several optimiser steps; and sampled rollouts.
+COUNTS = ("count/policy_updates", "count/retriever_updates", "count/rollouts")
+
+
 class Loop:
     """One step of a run; holds what steps share."""
 
@@ -125,20 +132,24 @@ class Loop:
         self._credit = CreditStage(config, assets)
         self._longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
         self._gap_limit = 1e-3 if config.policy.compute_dtype == "float32" else 2e-2
-        self._skipped = 0  # steps in a row with a skipped update; a resumed run reads them back
+        self._skipped = 0  # steps in a row with a skipped update; a resumed run reads them and the counts back
+        self._counts = dict.fromkeys(COUNTS, 0)
         for row in read_metrics(log.path):
             self._count_skipped(row)
+            self._counts |= {name: row[name] for name in COUNTS if name in row}
 
     def step(self, step: int, state: BridgeState) -> tuple[BridgeState, dict[str, float]]:
         """Step number `step` (from 1): -> (state, metrics). The old state is consumed."""
         config, assets, learner = self.config, self.assets, self.learner
+        number, within = stage_of(config, step)
+        stage = method_of(config).stages[number - 1]
         clock = _Clock()
 
         variables = learner.policy_variables(state)
         jax.block_until_ready(variables)
         clock.lap("publish")
 
-        questions = self.stream.batch_at(step - 1)
+        questions = self.stream.batch_at(within - 1)  # the same in every stage, and in every method
         episodes, metrics = assets.engine.run(
             variables,
             questions,
@@ -157,13 +168,11 @@ class Loop:
         groups = scores.reshape(-1, config.grpo.group_size)
         valid = np.asarray([e.status != "environment_fault" for e in episodes]).reshape(groups.shape)
         advantages = np.asarray(group_advantages(groups, config.grpo.advantage, valid)).reshape(-1)
-        metrics |= step_metrics(episodes, scores, reasons, valid, assets.corpus)
-        trained = valid.copy()
-        if config.grpo.filter_zero_advantage:
-            trained &= np.asarray(informative_groups(groups, valid))[:, None]
+        metrics |= {"stage": number, **step_metrics(episodes, scores, reasons, valid, assets.corpus)}
+        self._counts["count/rollouts"] += len(episodes)
 
         scored = {}
-        if learner.trains_retriever and step % config.credit.period == 0:
+        if stage.retriever and within % config.credit.period == 0:
             credited, measured = self._credit(step, variables, episodes, scores, advantages)
             metrics |= measured
             scored = credited.by_turn(episodes)
@@ -171,16 +180,25 @@ class Loop:
             state, learned = learner.retriever_step(state, credited.turns)
             metrics |= {name: float(value) for name, value in learned.items()}
             clock.lap("retriever")
+            self._counts["count/retriever_updates"] += 1
 
-        rollouts = batches.pack_rollouts(episodes, advantages, trained.reshape(-1), self._longest)
-        state, learned = learner.policy_step(state, rollouts)
-        metrics |= {name: float(value) for name, value in learned.items()}
-        clock.lap("policy")
+        if stage.policy:
+            trained = valid.copy()
+            if config.grpo.filter_zero_advantage:
+                trained &= np.asarray(informative_groups(groups, valid))[:, None]
+            rollouts = batches.pack_rollouts(episodes, advantages, trained.reshape(-1), self._longest)
+            state, learned = learner.policy_step(state, rollouts)
+            metrics |= {name: float(value) for name, value in learned.items()}
+            clock.lap("policy")
+            self._counts["count/policy_updates"] += 1
+        else:
+            state = learner.keep_policy(state)
         if config.train.log_rollouts_every and step % config.train.log_rollouts_every == 0:
             rows = rollout_rows(step, episodes, scores, reasons, advantages, assets.corpus, scored, config.credit.tau)
             self.log.write_rollouts(step, rows)
         metrics |= clock.seconds()
-        metrics["epoch"] = self.stream.epoch_at(step)
+        metrics |= self._counts
+        metrics["epoch"] = self.stream.epoch_at(within)
         metrics["compilations/update"], metrics["compilations/score"] = learner.compilations(), scoring.compilations()
         return state, metrics
 
@@ -190,7 +208,7 @@ class Loop:
         Raises:
           UserError: `config.train.max_skipped_updates` steps in a row had a skipped update.
         """
-        if metrics["gap/logp_max"] > self._gap_limit:
+        if metrics.get("gap/logp_max", 0.0) > self._gap_limit:
             display.say(
                 f"warning: step {step}: the sampler's and the trainer's log-probs differ by up to {metrics['gap/logp_max']:.1e} "
                 f"(gap/logp_max; expected below {self._gap_limit:.0e}): importance ratios are off"

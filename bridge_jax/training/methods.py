@@ -1,30 +1,103 @@
-"""Every method as a configuration of one loop (METHOD 5): what a method's retriever learns from, and nothing else differs."""
+"""What every method is: one loop, and a row of this table (METHOD 5).
+
+A run goes through the method's stages, `config.train.steps` steps each. In a step both levels read the same rollouts; the retriever
+goes first (METHOD 4). Whatever does not learn in a stage stays as the stage before left it, the base models at the start.
+
+This module imports nothing of the project: `bridge_jax.config` reads the names and the implied defaults from here.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
 
 @dataclasses.dataclass(frozen=True)
+class Stage:
+    """Which levels learn in the stage's `config.train.steps` steps."""
+
+    retriever: bool
+    policy: bool
+
+
+POLICY = Stage(retriever=False, policy=True)
+RETRIEVER = Stage(retriever=True, policy=False)
+BOTH = Stage(retriever=True, policy=True)
+
+
+@dataclasses.dataclass(frozen=True)
 class Method:
-    """use_outcome: the retriever's loss has J_ret. use_rag: it has gamma L_RAG. Neither: the retriever stays the base encoder."""
+    """A row of the table.
+
+    use_outcome, use_rag: the retriever's loss has J_ret, has gamma L_RAG (METHOD 3). Neither: eta stays the base encoder.
+    estimator: the policy's gradient (METHOD 1). "one_state": grad J_RL. "drop": + gamma grad L_RAG(eta_gamma). "two_state":
+      + gamma [grad L_RAG(eta_gamma) - grad L_RAG(eta*)], which carries eta*, a second retriever that descends L_RAG alone.
+    implied, at_most: config fields that choosing the method sets, or caps, unless the command line says otherwise.
+    """
 
     summary: str
-    use_outcome: bool
-    use_rag: bool
+    stages: tuple[Stage, ...]
+    use_outcome: bool = False
+    use_rag: bool = False
+    estimator: str = "one_state"
+    implied: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    at_most: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def trains_retriever(self) -> bool:
-        return self.use_outcome or self.use_rag
+        return any(stage.retriever for stage in self.stages)
 
 
 METHODS = {
-    "bridge": Method("outcome credit and gamma x RAG likelihood, before each policy step", use_outcome=True, use_rag=True),
-    "vt_search": Method("GRPO on the policy alone, the retriever stays as it is", use_outcome=False, use_rag=False),
+    # The paper's method and what it is measured against (METHOD 5).
+    "bridge": Method("outcome credit and gamma x RAG likelihood, before each policy step", (BOTH,), use_outcome=True, use_rag=True),
+    "vt_search": Method("GRPO on the policy alone, the retriever stays as it is", (POLICY,)),
+    "search_r1": Method(  # METHOD 9
+        "GRPO on the policy alone as Search-R1 sets it: 4 searches, groups of 5, short turns, a larger KL",
+        (POLICY,),
+        implied={"rollout.max_searches": 4, "grpo.group_size": 5, "grpo.kl_coef": 1e-3},
+        at_most={"rollout.max_new_tokens": 500, "rollout.max_observation_tokens": 500},
+    ),
+    "rag_then_rl": Method(
+        "first the retriever from the RAG likelihood under the initial policy, then GRPO with it frozen",
+        (RETRIEVER, POLICY),
+        use_rag=True,
+    ),
+    "rl_then_rag": Method(
+        "first GRPO, then the retriever from the RAG likelihood under the trained policy", (POLICY, RETRIEVER), use_rag=True
+    ),
+    "decoupled_rl": Method("outcome credit alone (gamma = 0) beside each policy step", (BOTH,), use_outcome=True),
+    "decoupled_rag": Method("RAG likelihood alone (A = 0) beside each policy step", (BOTH,), use_rag=True),
+    # Other estimators of the policy's gradient (METHOD 1).
+    "two_state": Method(
+        "bridge, and the policy's gradient has the pair of RAG terms, at eta_gamma and at eta*",
+        (BOTH,),
+        use_outcome=True,
+        use_rag=True,
+        estimator="two_state",
+    ),
+    "drop": Method(
+        "bridge, and the policy's gradient has the RAG term at eta_gamma alone",
+        (BOTH,),
+        use_outcome=True,
+        use_rag=True,
+        estimator="drop",
+    ),
 }
 
 
 def method_of(config: ConfigDict) -> Method:
     return METHODS[config.method.name]
+
+
+def total_steps(config: ConfigDict) -> int:
+    """Steps of the whole run."""
+    return len(method_of(config).stages) * config.train.steps
+
+
+def stage_of(config: ConfigDict, step: int) -> tuple[int, int]:
+    """Run step `step` (from 1) -> (number of its stage, number of the step within the stage), both from 1."""
+    stage, within = divmod(step - 1, config.train.steps)
+    return stage + 1, within + 1

@@ -11,6 +11,7 @@ from bridge_jax import config as configuration
 from bridge_jax.errors import UserError
 from bridge_jax.training.assets import Assets, load_assets
 from bridge_jax.training.checkpoints import Checkpoints
+from bridge_jax.training.methods import method_of
 from bridge_jax.training.state import Learner, fingerprint
 
 # A rerun may train longer, and keep or log more.
@@ -58,5 +59,7 @@ def open_session(config: ConfigDict, workdir: Path, which: str = "best") -> Sess
 
 
 def claim(config: ConfigDict, workdir: Path, write: bool = True) -> None:
-    """`config.claim_workdir` for training: see MAY_CHANGE."""
-    configuration.claim_workdir(config, workdir, may_change=MAY_CHANGE, write=write)
+    """`config.claim_workdir` for training: see MAY_CHANGE. A run in stages cannot be lengthened: the next one has begun."""
+    staged = len(method_of(config).stages) > 1
+    may_change = [name for name in MAY_CHANGE if not (staged and name == "train.steps")]
+    configuration.claim_workdir(config, workdir, may_change=may_change, write=write)

@@ -1,6 +1,190 @@
+"""Each method through the real loop in miniature: what learns when, what the stages share with the methods they are made of."""
+
+import logging
+import re
+
+import numpy as np
+import pytest
+import tiny_run
+from safetensors.numpy import load_file
+
 from bridge_jax import config as configuration
-from bridge_jax.training.methods import METHODS
+from bridge_jax import train
+from bridge_jax.errors import UserError
+from bridge_jax.training.display import Display
+from bridge_jax.training.methods import METHODS, stage_of, total_steps
+from bridge_jax.training.metrics import read_metrics
+
+NOT_THE_RUN = ("time/", "compilations/", "rollout/compilations", "rollout/tokens_per_second")
+COUNTS = ("count/policy_updates", "count/retriever_updates", "count/rollouts")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    tiny_run.write_world(folder, train__steps=3, train__checkpoint_every=2, train__questions=8, credit__max_turns=16)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("BRIDGE_JAX_CACHE", str(tmp_path_factory.getbasetemp() / "methods-cache"))
+
+
+def command(world, workdir, method, *overrides):
+    return [f"--config={world / 'config.py'}", f"--workdir={workdir}", f"--config.method.name={method}", *overrides]
+
+
+@pytest.fixture(scope="module")
+def runs(world, tmp_path_factory):
+    """method -> (workdir, rows), each run once."""
+    folder, done = tmp_path_factory.mktemp("runs"), {}
+
+    def get(method, *overrides):
+        if (method, *overrides) not in done:
+            workdir = folder / f"{len(done)}_{method}"
+            assert train.main(command(world, workdir, method, *overrides)) == 0
+            done[method, *overrides] = workdir, results(workdir)
+        return done[method, *overrides]
+
+    return get
+
+
+def results(workdir):
+    rows = read_metrics(workdir / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if not name.startswith(NOT_THE_RUN)} for row in rows]
+
+
+def exported(workdir, part="policy_lora"):
+    return load_file(workdir / part / "adapter_model.safetensors")
+
+
+def moved(workdir, part):
+    """Whether the exported adapter differs from its start, at which B is zero."""
+    return any(np.any(x) for name, x in exported(workdir, part).items() if "lora_B" in name)
+
+
+# --- the table
 
 
 def test_configuration_and_registry_name_the_same_methods():
     assert set(configuration.METHODS) == set(METHODS)
+    for method in METHODS.values():
+        assert method.summary and method.trains_retriever == (method.use_outcome or method.use_rag)
+        known = configuration.flatten(configuration.default())
+        assert {*method.implied, *method.at_most} <= set(known)
+
+
+def test_stages_split_a_run():
+    config = configuration.default()
+    config.train.steps = 3
+    assert total_steps(config) == 3 and stage_of(config, 3) == (1, 3)
+    config.method.name = "rl_then_rag"
+    assert total_steps(config) == 6
+    assert [stage_of(config, step) for step in range(1, 7)] == [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3)]
+
+
+def test_search_r1_implies_its_settings_and_an_override_wins(tmp_path, caplog):
+    path = tiny_run.write_config(tmp_path, rollout__max_observation_tokens=800, train__questions=4, grpo__minibatch_questions=4)
+    with caplog.at_level(logging.INFO, logger="bridge_jax"):
+        config = configuration.load(path, ["grpo.group_size=8", "method.name=search_r1", "rollout.max_new_tokens=700"])
+    assert (config.rollout.max_searches, config.grpo.group_size, config.grpo.kl_coef) == (4, 8, 1e-3)
+    assert (config.rollout.max_new_tokens, config.rollout.max_observation_tokens) == (700, 500)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "search_r1" in line and "rollout.max_searches=4" in line and "group_size" not in line and "max_new_tokens" not in line
+    config = configuration.load(path, ["method.name=search_r1"])
+    assert (config.grpo.group_size, config.rollout.max_new_tokens) == (5, 24)  # the file's own 24 is below the cap
+    with pytest.raises(UserError, match=re.escape("credit.gamma")):
+        configuration.load(path, ["method.name=decoupled_rag", "credit.gamma=0"])
+
+
+def test_a_written_configuration_is_not_implied_again(tmp_path):
+    """What a run folder says is complete: evaluating it must not bring the implied values back over an override."""
+    config = configuration.load(tiny_run.write_config(tmp_path), ["method.name=search_r1", "grpo.group_size=4"])
+    configuration.claim_workdir(config, tmp_path)
+    from bridge_jax.evaluation import cli
+
+    fields = cli.workdir_fields(tmp_path)
+    again = configuration.load(cli.__file__, [f"{name}={text}" for name, text in fields.items()])
+    assert configuration.flatten(again) == configuration.flatten(config)
+
+
+# --- runs
+
+
+@pytest.mark.parametrize(
+    ("method", "terms"), [("bridge", True), ("decoupled_rl", True), ("decoupled_rag", True), ("vt_search", False)]
+)
+def test_online_methods_in_one_stage(runs, method, terms):
+    workdir, rows = runs(method)
+    assert [(row["step"], row["stage"]) for row in rows] == [(1, 1), (2, 1), (3, 1)]
+    assert [tuple(row[name] for name in COUNTS) for row in rows] == [(n, n if terms else 0, 32 * n) for n in (1, 2, 3)]
+    assert moved(workdir, "policy_lora")
+    assert moved(workdir, "retriever") == terms
+
+
+def test_decoupled_losses_are_the_parts_of_bridge(runs):
+    """On the first step all see the same rollouts: L_eta = J_ret + gamma L_RAG."""
+    first = {method: runs(method)[1][0] for method in ("bridge", "decoupled_rl", "decoupled_rag")}
+    assert len({row["reward/mean"] for row in first.values()}) == 1
+    update = {method: row["retriever/loss"] for method, row in first.items()}
+    # one minibatch of 4 turns is followed by another, whose retriever has moved: equal up to that
+    assert update["bridge"] == pytest.approx(update["decoupled_rl"] + update["decoupled_rag"], rel=2e-2)
+    assert first["decoupled_rag"]["retriever/loss"] == pytest.approx(first["decoupled_rag"]["retriever/rag_nll"], rel=1e-5)
+
+
+def test_rl_then_rag_is_vt_search_and_then_the_retriever_alone(runs):
+    _, grpo = runs("vt_search")
+    workdir, rows = runs("rl_then_rag")
+    assert [(row["step"], row["stage"]) for row in rows] == [(n, 1 + n // 4) for n in range(1, 7)]
+    for alone, row in zip(grpo, rows):
+        for name in ("reward/mean", "policy/loss", "policy/grad_norm", "rollout/searches"):
+            assert row[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
+    assert not any(name.startswith(("retriever/", "credit/")) for row in rows[:3] for name in row)
+    assert not any(name.startswith(("policy/", "gap/")) for row in rows[3:] for name in row)
+    a, b = exported(runs("vt_search")[0]), exported(workdir)
+    assert all(np.allclose(a[name], b[name], atol=1e-5) for name in a)
+    assert moved(workdir, "retriever")
+    assert tuple(rows[-1][name] for name in COUNTS) == (3, 3, 192)
+    assert rows[3]["epoch"] == rows[0]["epoch"]  # the second stage starts over with the questions
+
+
+def test_rag_then_rl_starts_with_the_retriever(runs):
+    workdir, rows = runs("rag_then_rl")
+    assert not any(name.startswith("policy/") for row in rows[:3] for name in row)
+    assert not any(name.startswith("retriever/") for row in rows[3:] for name in row)
+    assert rows[2]["retriever/drift"] > 0
+    assert moved(workdir, "policy_lora") and moved(workdir, "retriever")
+    assert tuple(rows[-1][name] for name in COUNTS) == (3, 3, 192)
+    assert {path.name for path in (workdir / "eval").iterdir()} == {f"step_{n:06d}.json" for n in (0, 3, 6)}
+
+
+@pytest.mark.parametrize("killed_in", [3, 5])
+def test_a_run_in_stages_goes_on_across_them(world, runs, tmp_path, monkeypatch, killed_in):
+    whole, rows = runs("rag_then_rl")
+    show = Display.step
+
+    def interrupt(self, number, metrics):
+        show(self, number, metrics)
+        if number == killed_in:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Display, "step", interrupt)
+    assert train.main(command(world, tmp_path, "rag_then_rl")) == 130
+    monkeypatch.setattr(Display, "step", show)
+    assert train.main(command(world, tmp_path, "rag_then_rl")) == 0
+    assert results(tmp_path) == rows
+    for part in ("policy_lora", "retriever"):
+        a, b = exported(whole, part), exported(tmp_path, part)
+        assert all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def test_a_run_in_stages_cannot_be_lengthened(world, runs, capsys):
+    workdir, _ = runs("rag_then_rl")
+    assert train.main(command(world, workdir, "rag_then_rl", "--config.train.steps=4")) == 2
+    assert "train.steps was 3, now 4" in capsys.readouterr().err
+
+
+def test_search_r1_searches_more(runs):
+    _, rows = runs("search_r1", "--config.grpo.microbatch=5", "--config.rollout.max_response_tokens=320")
+    assert rows[-1]["count/rollouts"] == 3 * 8 * 5
