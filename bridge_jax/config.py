@@ -111,6 +111,10 @@ def default() -> ConfigDict:
     c.credit.weight_decay = 0.0
     c.credit.grad_clip = 1.0
     c.credit.turns_per_batch = 4  # turns (times candidates) scored in one forward
+    # What a turn that is followed by another search is credited by; last turns always by the answer (training/next_action.py).
+    c.credit.target = "answer"  # answer | next_action | both (the sum)
+    c.credit.no_span = "paper"  # without a successful next action: paper (the answer) | zero (no credit)
+    c.credit.first_hop = "paper"  # paper | mask: no credit on such turns at all
 
     c.train = ConfigDict()
     c.train.steps = 250
@@ -275,6 +279,9 @@ _CHOICES = {
     "index.kind": ("auto", "scann", "exact"),
     "grpo.advantage": ("grpo", "dr_grpo"),
     "grpo.aggregation": ("token_mean", "seq_mean", "dr_grpo"),
+    "credit.target": ("answer", "next_action", "both"),
+    "credit.no_span": ("paper", "zero"),
+    "credit.first_hop": ("paper", "mask"),
 }
 _AT_LEAST = {  # smallest allowed value; numbers not named here must be >= 0
     "policy.lora_rank": 1,
@@ -347,6 +354,10 @@ def validate(config: ConfigDict) -> None:
     if method.use_rag and not method.use_outcome and config.credit.gamma == 0:
         raise UserError(
             f"config.credit.gamma=0: method {config.method.name} trains the retriever by gamma L_RAG alone: give one above 0"
+        )
+    if config.credit.first_hop == "mask" and config.credit.target != "answer":
+        raise UserError(
+            f"config.credit.target={config.credit.target!r}: config.credit.first_hop='mask' leaves it no turn; use one of the two"
         )
     if config.rollout.candidates < config.rollout.shown:
         raise UserError(

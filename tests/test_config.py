@@ -44,6 +44,7 @@ def test_overrides_take_the_field_type():
         ("rollout.temperature=nan", ("rollout.temperature",)),
         ("policy.remat=3", ("policy.remat", "bool")),
         ("credit.tau=0", ("credit.tau", "above 0")),
+        ("credit.target=next", ("credit.target", "answer, next_action, both")),
         ("data.weights=1,2", ("data.weights", "1 sources")),
         ("rollout.candidates=2", ("rollout.candidates", "rollout.shown")),
         ("grpo.microbatch=5", ("grpo.microbatch", "divide")),
@@ -55,6 +56,11 @@ def test_mistakes_name_the_field(override, words):
         configuration.load(POCKET, [override])
     for word in words:
         assert word in str(caught.value)
+
+
+def test_masking_and_crediting_the_same_turns_is_refused():
+    with pytest.raises(UserError, match=r"credit\.target='both'.*credit\.first_hop"):
+        configuration.load(POCKET, ["credit.target=both", "credit.first_hop=mask"])
 
 
 def test_missing_and_broken_files(tmp_path):

@@ -5,7 +5,7 @@ level); then the policy descends J_RL alone. Methods are static settings of this
 `RetrieverLossConfig.use_outcome / use_rag` give the decoupled ones.
 
 The document likelihoods l come *in the batch*: which documents were retrieved is data, so they are scored by
-`scoring.score_turns` with the same theta_n before this step. Everything here is jit-able, holds no host callback, and works on
+`scoring.Scorer` with the same theta_n before this step. Everything here is jit-able, holds no host callback, and works on
 sharded arrays.
 """
 

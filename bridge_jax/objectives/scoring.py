@@ -1,20 +1,23 @@
 """The host side of document scoring: turns of rollouts -> padded arrays -> l of every candidate.
 
-Source: METHOD 3. A continuation is
+Source: METHOD 3 and 12. A scored row is history, document and target; a continuation is all but the history:
 
-    <information>Doc 1(Title: ...) text</information><answer> GOLD
-    |------------ protocol.document_tokens --------||----- answer -----|
+    answer       <information>Doc 1(Title: ...) text</information>        <answer> | GOLD               l_d   (METHOD 3)
+    next action  \\n\\n<information>Doc 1(Title: ...) text</information>\\n\\n       | SPAN               l'_d  (METHOD 12)
+                 |---------------------- document ----------------------|- lead --|-- target --|
 
 The document's tokens are those of an observation (same renderer, same tokeniser calls). The gold answer is tokenised by itself and
 appended to the tokens of `<answer> `: the summed tokens are exactly y of METHOD 3. A byte-level BPE that reads it as one text would
 glue the space to the answer (" Paris"). Measured on 48 HotpotQA questions with SmolLM2-135M, 8 passages each, that form scores
 the gold passage about 4 nats higher and the others too: it was on top in 44 questions, here in 45.
+A span is what a rollout sampled after an observation, id for id, and its document stands as in an observation of one passage.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -23,112 +26,191 @@ from bridge_jax.mesh import batch_sharding
 from bridge_jax.objectives.credit import document_log_likelihood
 from bridge_jax.rollout import protocol
 
-_scorer = jax.jit(document_log_likelihood, static_argnums=0, static_argnames=("answer_tokens", "chunk"))
+_score = jax.jit(document_log_likelihood, static_argnums=0, static_argnames=("answer_tokens", "chunk"))
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoringConfig:
     """golds: gold answers scored per turn: 1 = the first listed; K > 1 = log of the mean likelihood of the first K.
     turns_per_batch: turns in one forward pass (times candidates times golds rows): bounds the memory.
-    max_passage_tokens: beginning of each document that is scored, as in an observation; None = whole.
-    chunk: tokens unembedded at once."""
+    max_passage_tokens: beginning of each document that is scored; None = whole.
+    max_observation_tokens: of a document in the form of an observation, tags included.
+    chunk: tokens unembedded at once. cached: documents, and answers, whose tokens are kept between calls."""
 
     golds: int = 1
     turns_per_batch: int = 4
     max_passage_tokens: int | None = None
+    max_observation_tokens: int = 1 << 30
     chunk: int = 1024
+    cached: int = 1 << 16
 
 
-def answer_tokens(gold: str, tokenizer) -> tuple[list[int], int]:
-    """(tokens of `<answer> ` and the gold answer, how many of them come before the answer)."""
-    prefix = protocol.encode(tokenizer, f"{protocol.ANSWER_OPEN} ")
-    return prefix + protocol.encode_untrusted(tokenizer, gold.strip()), len(prefix)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request:
+    """One history, C documents, K target texts: l of each document is the log of the targets' mean likelihood after it.
 
-
-def build_scoring_batch(
-    turns: Sequence[tuple], corpus, tokenizer, config: ScoringConfig, size: int, documents: dict[int, np.ndarray] | None = None
-) -> tuple[dict[str, np.ndarray], int]:
-    """Padded arrays for `document_log_likelihood` from at most `size` (episode, turn) pairs, all with C candidates.
-
-    corpus[row] -> passage. documents: tokens by corpus row, filled here. Returns (arrays, answer_tokens): history and history_valid
-    [size, P], continuation, continuation_valid and answer_mask [size, C*K, T], K = config.golds; rows that do not exist (fewer
-    golds, a corpus row of -1, turns beyond the given ones) have no valid column. P and T are rounded up to few values.
+    history [P] int32: prompt and rollout up to and including `</search>`. rows [C] int32: corpus rows, -1 = none.
+    observed: documents in the form of an observation. lead [.] int32: tokens before a target that are not scored themselves.
+    targets: K arrays of token ids; an empty one cannot be scored.
     """
-    documents = {} if documents is None else documents
-    K = config.golds
-    C = len(turns[0][1].rows)
-    histories = [np.concatenate([episode.prompt, episode.tokens[: turn.history]]) for episode, turn in turns]
-    rows: dict[tuple[int, int], tuple[np.ndarray, int, int]] = {}
-    for u, (episode, turn) in enumerate(turns):
-        answers = [answer_tokens(gold, tokenizer) for gold in episode.question.golds[:K]]
-        for c, row in enumerate(int(r) for r in turn.rows):
-            if row < 0:
-                continue
-            if row not in documents:
-                documents[row] = protocol.document_tokens(corpus[row], tokenizer, config.max_passage_tokens)
-            for k, (answer, start) in enumerate(answers):
-                document = documents[row]
-                rows[u, c * K + k] = np.concatenate([document, answer]), len(document) + start, len(document) + len(answer)
 
-    P = _round_up(max(map(len, histories)), 128, doubling=True)
-    T = _round_up(max(len(tokens) for tokens, _, _ in rows.values()), 64)
-    A = _round_up(max(end - start for _, start, end in rows.values()), 8, doubling=True)
-    batch = {
-        "history": np.zeros((size, P), np.int32),
-        "history_valid": np.zeros((size, P), bool),
-        "continuation": np.zeros((size, C * K, T), np.int32),
-        "continuation_valid": np.zeros((size, C * K, T), bool),
-        "answer_mask": np.zeros((size, C * K, T), bool),
-    }
-    for u, tokens in enumerate(histories):
-        batch["history"][u, : len(tokens)] = tokens
-        batch["history_valid"][u, : len(tokens)] = True
-    for at, (tokens, start, end) in rows.items():
-        batch["continuation"][at][: len(tokens)] = tokens
-        batch["continuation_valid"][at][: len(tokens)] = True
-        batch["answer_mask"][at][start:end] = True
-    return batch, A
+    history: np.ndarray
+    rows: np.ndarray
+    observed: bool
+    lead: np.ndarray
+    targets: tuple[np.ndarray, ...]
+
+    @property
+    def key(self) -> tuple:
+        """Equal for requests that have the same scores."""
+        parts = (self.history, self.rows, self.lead, *self.targets)
+        return (self.observed, *(part.tobytes() for part in parts))
 
 
-def _round_up(length: int, step: int, doubling: bool = False) -> int:
-    if not doubling:
-        return -(-length // step) * step
-    while step < length:
-        step *= 2
-    return step
+class Scorer:
+    """Scores requests with a policy's weights. Holds token ids between calls, never weights."""
+
+    def __init__(self, model, corpus, tokenizer, config: ScoringConfig):
+        """corpus[row] -> passage."""
+        self.model, self.config = model, config
+        cached = functools.lru_cache(config.cached)
+        self._alone = cached(lambda row: protocol.document_tokens(corpus[row], tokenizer, config.max_passage_tokens))
+        self._observed = cached(
+            lambda row: (
+                protocol.render_observation(
+                    [corpus[row]], tokenizer, config.max_observation_tokens, config.max_passage_tokens
+                ).tokens
+            )
+        )
+        self._answer = cached(lambda gold: _ids(protocol.encode_untrusted(tokenizer, gold.strip())))
+        self._lead, self._no_lead = _ids(protocol.encode(tokenizer, f"{protocol.ANSWER_OPEN} ")), _ids([])
+
+    def answer(self, episode, turn) -> Request:
+        """The gold answers straight after each candidate (METHOD 3)."""
+        golds = tuple(self._answer(gold) for gold in episode.question.golds[: self.config.golds])
+        return Request(_history(episode, turn), turn.rows, False, self._lead, golds)
+
+    def next_action(self, episode, turn, span: np.ndarray) -> Request:
+        """A sampled span [S] int32 after each candidate (METHOD 12)."""
+        return Request(_history(episode, turn), turn.rows, True, self._no_lead, (span,))
+
+    def __call__(self, variables, requests: Sequence[Request]) -> list[np.ndarray]:
+        """l of every request: [C] float32 arrays in their order; -inf for a corpus row of -1 and where no target can be scored.
+
+        What batches share is said in `batches`.
+        """
+        pending = []
+        for places, batch, targets in self.batches(requests):
+            # Not waited for: the host packs the next batch meanwhile.
+            likelihood = _score(self.model, variables, **batch, answer_tokens=targets, chunk=self.config.chunk)
+            pending.append((places, np.asarray(batch["answer_mask"]).any(-1), likelihood))
+        scores: list[np.ndarray] = [None] * len(requests)
+        for places, exists, likelihood in pending:
+            merged = _mean_over_targets(np.asarray(likelihood), exists, len(requests[places[0][0]].rows))
+            for at, values in zip(places, merged):
+                for i in at:
+                    scores[i] = values
+        return scores
+
+    def batches(self, requests: Sequence[Request]) -> Iterator[tuple[list[list[int]], dict[str, jax.Array], int]]:
+        """Yields (places, arrays, answer_tokens) until every request was in a batch: row u of the arrays stands for the equal requests
+        number places[u]; `pack` says what the other two are.
+
+        Equal requests (siblings that wrote the same query) share a row, requests of like length a batch. Batches have
+        `turns_per_batch` turns, the last ones an eighth of it, so few programs are compiled and little padding is run. On a mesh
+        (`model.mesh`) turns are split over its batch axes.
+        """
+        equal: dict[tuple, list[int]] = {}
+        for i, request in enumerate(requests):
+            equal.setdefault(request.key, []).append(i)
+        # Large shapes first: the largest program is compiled, and runs out of memory, at once rather than at the end.
+        places = sorted(equal.values(), key=lambda at: self._shape(requests[at[0]]), reverse=True)
+        for first, last, size in self._cuts(len(places)):
+            arrays, targets = self.pack([requests[at[0]] for at in places[first:last]], size)
+            if self.model.mesh is not None:
+                arrays = jax.device_put(arrays, batch_sharding(self.model.mesh))
+            yield places[first:last], arrays, targets
+
+    def pack(self, requests: Sequence[Request], size: int) -> tuple[dict[str, np.ndarray], int]:
+        """Padded arrays for `document_log_likelihood` from at most `size` requests, all with C candidates.
+
+        Returns (arrays, answer_tokens): history and history_valid [size, P], continuation, continuation_valid and answer_mask
+        [size, C*K, T], K = the most targets of a request, the targets of a candidate side by side; rows that do not exist (fewer
+        targets, a corpus row of -1, requests beyond the given ones) have no valid column. P, T and answer_tokens are rounded up
+        to few values.
+        """
+        C, K = len(requests[0].rows), max(1, *(len(request.targets) for request in requests))
+        # One entry a row of [size * C * K]: where it is, its document with the lead, its target.
+        at, documents, targets = [], [], []
+        for u, request in enumerate(requests):
+            read = self._observed if request.observed else self._alone
+            for c, row in enumerate(request.rows.tolist()):
+                if row < 0:
+                    continue
+                for k, target in enumerate(request.targets):
+                    at.append((u * C + c) * K + k)
+                    documents.append(read(row))
+                    targets.append((request.lead, target))
+        starts = np.fromiter(map(len, documents), int, len(at)) + [len(lead) for lead, _ in targets]
+        ends = starts + [len(target) for _, target in targets]
+        histories = [request.history for request in requests]
+
+        P, T = _width(max(map(len, histories)), 32, 2), _width(int(ends.max(initial=1)), 8, 4)
+        pieces = [piece for document, target in zip(documents, targets) for piece in (document, *target)]
+        column = np.arange(T)
+        continuation, valid, mask = (np.zeros((size * C * K, T), dtype) for dtype in (np.int32, bool, bool))
+        valid[at] = column < ends[:, None]
+        mask[at] = valid[at] & (column >= starts[:, None])
+        continuation[valid] = np.concatenate(pieces) if pieces else 0
+        lengths = np.zeros((size, 1), int)
+        lengths[: len(histories), 0] = [len(history) for history in histories]
+        history_valid = np.arange(P) < lengths
+        history = np.zeros((size, P), np.int32)
+        history[history_valid] = np.concatenate(histories)
+        rows = {"continuation": continuation, "continuation_valid": valid, "answer_mask": mask}
+        arrays = {"history": history, "history_valid": history_valid} | {
+            name: array.reshape(size, C * K, T) for name, array in rows.items()
+        }
+        return arrays, _width(int((ends - starts).max(initial=1)), 8, 1)
+
+    def _shape(self, request: Request) -> tuple[int, int, int]:
+        """What orders requests for batching: targets, length of the longest continuation, length of the history."""
+        read = self._observed if request.observed else self._alone
+        document = max((len(read(row)) for row in request.rows.tolist() if row >= 0), default=0)
+        target = max(map(len, request.targets), default=0)
+        return len(request.targets), _width(document + len(request.lead) + target, 8, 4), len(request.history)
+
+    def _cuts(self, count: int) -> Iterator[tuple[int, int, int]]:
+        """(first, last, rows) of each batch of `count` requests."""
+        mesh = self.model.mesh
+        ways = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+        size = -(-self.config.turns_per_batch // ways) * ways
+        few = size if size < 16 else -(-(size // 8) // ways) * ways
+        full = count // size * size
+        yield from ((first, first + size, size) for first in range(0, full, size))
+        yield from ((first, min(first + few, count), few) for first in range(full, count, few))
 
 
-def score_turns(model, variables, turns: Sequence[tuple], corpus, tokenizer, config: ScoringConfig) -> list[np.ndarray]:
-    """l of every turn: a list of [C] float32 arrays, in the order of `turns` (pairs (episode, turn)).
-
-    Turns of like history length share a batch; every batch has the same number of turns, so only (P, T, answer length) make new
-    programs. A candidate whose corpus row is -1 gets -inf: pass `turn.rows >= 0` on as the document mask. On a mesh (`model.mesh`)
-    turns are split over its batch axes.
-    """
-    size = config.turns_per_batch
-    if model.mesh is not None:
-        ways = model.mesh.shape["data"] * model.mesh.shape["fsdp"]
-        size = _round_up(size, ways)
-    # Long histories first: the largest program is compiled, and runs out of memory, at once rather than at the end.
-    order = sorted(range(len(turns)), key=lambda i: -(len(turns[i][0].prompt) + turns[i][1].history))
-    scores: list[np.ndarray] = [None] * len(turns)
-    documents: dict[int, np.ndarray] = {}
-    for at in range(0, len(order), size):
-        chosen = order[at : at + size]
-        batch, answers = build_scoring_batch([turns[i] for i in chosen], corpus, tokenizer, config, size, documents)
-        exists = batch["answer_mask"].any(-1)
-        if model.mesh is not None:
-            batch = jax.device_put(batch, batch_sharding(model.mesh))
-        likelihood = np.asarray(_scorer(model, variables, **batch, answer_tokens=answers, chunk=config.chunk))
-        merged = _mean_over_golds(likelihood, exists, config.golds)
-        for u, i in enumerate(chosen):
-            scores[i] = merged[u]
-    return scores
+def _history(episode, turn) -> np.ndarray:
+    return np.concatenate([episode.prompt, episode.tokens[: turn.history]])
 
 
-def _mean_over_golds(likelihood: np.ndarray, exists: np.ndarray, golds: int) -> np.ndarray:
-    """[U, C*K] -> [U, C]: log of the mean likelihood over the gold answers that exist; -inf where none does."""
-    shape = (likelihood.shape[0], -1, golds)
+def _ids(tokens: Sequence[int]) -> np.ndarray:
+    return np.asarray(tokens, np.int32)
+
+
+def _width(length: int, least: int, parts: int) -> int:
+    """`length` rounded up to one of `parts` equal steps between powers of two, `least` (a power of two) being the smallest step."""
+    power = least
+    while power < length:
+        power *= 2
+    step = max(least, power // 2 // parts)
+    return max(least, -(-length // step) * step)
+
+
+def _mean_over_targets(likelihood: np.ndarray, exists: np.ndarray, candidates: int) -> np.ndarray:
+    """[U, C*K] -> [U, C]: log of the mean likelihood over the targets that exist; -inf where none does."""
+    shape = (likelihood.shape[0], candidates, -1)
     values = np.where(exists, likelihood, -np.inf).reshape(shape)
     count = exists.reshape(shape).sum(-1)
     top = values.max(-1, keepdims=True)
@@ -139,4 +221,4 @@ def _mean_over_golds(likelihood: np.ndarray, exists: np.ndarray, golds: int) -> 
 
 def compilations() -> int:
     """Scoring programs compiled so far in this process."""
-    return _scorer._cache_size()
+    return _score._cache_size()

@@ -11,8 +11,9 @@ from ml_collections import ConfigDict
 from bridge_jax.mesh import batch_sharding
 from bridge_jax.models import e5
 from bridge_jax.objectives.bilevel import Rollouts, Turns
-from bridge_jax.rollout.episodes import Episode, Turn
+from bridge_jax.rollout.episodes import Episode
 from bridge_jax.training.assets import Assets
+from bridge_jax.training.next_action import TurnCredit
 
 LENGTH_BUCKETS = 8  # padded rollout lengths there may be
 
@@ -47,12 +48,12 @@ def pack_rollouts(episodes: Sequence[Episode], advantages: np.ndarray, trained: 
     return Rollouts(tokens, positions, segments, mask, logps, np.asarray(advantages, np.float32))
 
 
-def choose_turns(episodes: Sequence[Episode], limit: int, seed: int, step: int) -> list[tuple[int, Turn]]:
-    """Up to `limit` executed searches as (episode number, turn), zero-advantage ones included; a seeded draw when there are more.
+def choose_turns(episodes: Sequence[Episode], limit: int, seed: int, step: int) -> list[tuple[int, int]]:
+    """Up to `limit` executed searches as (episode number, turn number), zero-advantage ones included; a seeded draw from more.
 
     Searches of environment faults are left out: their rollouts carry no outcome.
     """
-    turns = [(i, turn) for i, e in enumerate(episodes) if e.status != "environment_fault" for turn in e.turns]
+    turns = [(i, t) for i, e in enumerate(episodes) if e.status != "environment_fault" for t in range(len(e.turns))]
     if len(turns) > limit:
         keep = np.random.default_rng([seed, step]).choice(len(turns), limit, replace=False)
         turns = [turns[i] for i in sorted(keep)]
@@ -65,26 +66,27 @@ def turn_rows(config: ConfigDict) -> int:
     return -(-most // config.credit.minibatch) * config.credit.minibatch
 
 
-def pack_turns(
-    assets: Assets, turns: Sequence[tuple[int, Turn]], likelihoods: Sequence[np.ndarray], advantages: np.ndarray, rows: int
-) -> Turns:
-    """Credited turns as arrays of `rows` rows; rows beyond `turns` are padding.
+def pack_turns(assets: Assets, credits: Sequence[TurnCredit], advantages: np.ndarray, rows: int) -> Turns:
+    """Scored turns as arrays of `rows` rows; masked turns, and rows beyond `credits`, have mask False.
 
     Args:
-      likelihoods: l [C] of each turn; -inf for what could not be scored. advantages: [B] of the episodes.
+      advantages: [B] of the episodes.
     """
-    C, D = assets.engine.candidates, assets.index.dim
-    ids = e5.tokenize(assets.encoder, [turn.query for _, turn in turns], kind="query") or [[]]
+    C, U = assets.engine.candidates, len(credits)
+    ids = e5.tokenize(assets.encoder, [credit.turn.query for credit in credits], kind="query") or [[]]
     query_tokens, query_mask = e5.pad(assets.encoder, ids, rows)
-    vectors, doc_mask = np.zeros((rows, C, D), np.float32), np.zeros((rows, C), bool)
-    likelihood, turn_advantages = np.zeros((rows, C), np.float32), np.zeros(rows, np.float32)
-    for u, ((episode, turn), l_d) in enumerate(zip(turns, likelihoods, strict=True)):
-        doc_mask[u] = (turn.rows >= 0) & np.isfinite(l_d)
-        vectors[u] = assets.index.vectors(np.maximum(turn.rows, 0))
-        likelihood[u] = np.where(doc_mask[u], l_d, 0.0)
-        turn_advantages[u] = advantages[episode]
-    mask = doc_mask.any(1)  # a gold answer without a token of its own cannot be scored
-    return Turns(query_tokens, query_mask, vectors, doc_mask, likelihood, turn_advantages, mask)
+    found = np.full((rows, C), -1, np.int32)
+    likelihood, turn_advantages = np.full((rows, C), -np.inf, np.float32), np.zeros(rows, np.float32)
+    for u, credit in enumerate(credits):
+        found[u] = credit.turn.rows
+        if credit.likelihood is not None:
+            likelihood[u] = credit.likelihood
+    turn_advantages[:U] = advantages[[credit.episode for credit in credits]]
+    doc_mask = (found >= 0) & np.isfinite(likelihood)
+    vectors = np.zeros((rows, C, assets.index.dim), np.float32)
+    vectors[:U] = assets.index.vectors(np.maximum(found[:U], 0))
+    mask = doc_mask.any(1)  # False too for a gold answer without a token of its own
+    return Turns(query_tokens, query_mask, vectors, doc_mask, np.where(doc_mask, likelihood, 0.0), turn_advantages, mask)
 
 
 def place(batch: Rollouts | Turns, mesh):

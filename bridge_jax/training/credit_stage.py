@@ -1,8 +1,9 @@
-"""From a step's episodes to the retriever's batch: credited turns, their document likelihoods, the arrays (METHOD 3, 4)."""
+"""From a step's episodes to the retriever's batch: credited turns, their document likelihoods, the arrays (METHOD 3, 4, 12)."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,22 +11,29 @@ from ml_collections import ConfigDict
 
 from bridge_jax.objectives import scoring
 from bridge_jax.objectives.bilevel import Turns
-from bridge_jax.rollout.episodes import Episode, Turn
+from bridge_jax.rollout.episodes import Episode
 from bridge_jax.training import batch as batches
+from bridge_jax.training import credit_audit
 from bridge_jax.training.assets import Assets
+from bridge_jax.training.next_action import TurnCredit, credit_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Credited:
-    """What a step credits. chosen: (episode number, turn); likelihoods: l [C] of each; turns: the padded arrays."""
+    """What a step credits.
 
-    chosen: list[tuple[int, Turn]]
-    likelihoods: list[np.ndarray]
+    credits: the chosen turns, masked ones included. turns: the padded arrays, a row a credit. requests: what was scored; owners: the
+    place in `credits` of the turn that each belongs to: a turn's likelihood is the sum over its requests (two for "both").
+    """
+
+    credits: list[TurnCredit]
     turns: Turns
+    requests: list[scoring.Request]
+    owners: list[int]
 
-    def by_turn(self, episodes: Sequence[Episode]) -> dict[tuple[int, int], np.ndarray]:
-        """{(episode number, turn number): l [C]}, for the rollout log."""
-        return {(i, _number(episodes[i].turns, turn)): l_d for (i, turn), l_d in zip(self.chosen, self.likelihoods, strict=True)}
+    def by_turn(self) -> dict[tuple[int, int], TurnCredit]:
+        """By (episode number, turn number), for the rollout log."""
+        return {(credit.episode, credit.number): credit for credit in self.credits}
 
 
 class CreditStage:
@@ -33,7 +41,7 @@ class CreditStage:
 
     def __init__(self, config: ConfigDict, assets: Assets):
         self.config, self.assets = config, assets
-        self._scoring = scoring_config(config)
+        self.scorer = scoring.Scorer(assets.policy, assets.corpus, assets.tokenizer, scoring_config(config))
 
     def __call__(
         self, step: int, variables: dict, episodes: Sequence[Episode], scores: np.ndarray, advantages: np.ndarray
@@ -45,12 +53,26 @@ class CreditStage:
         """
         config, assets = self.config, self.assets
         chosen = batches.choose_turns(episodes, config.credit.max_turns, config.train.seed, step)
-        pairs = [(episodes[i], turn) for i, turn in chosen]
-        likelihoods = (
-            scoring.score_turns(assets.policy, variables, pairs, assets.corpus, assets.tokenizer, self._scoring) if pairs else []
-        )
-        turns = batches.pack_turns(assets, chosen, likelihoods, advantages, batches.turn_rows(config))
-        return Credited(chosen, likelihoods, turns), {"credit/turns": len(chosen)}
+        credits = [credit_of(config, episodes, scores, i, t) for i, t in chosen]
+        asked = [(u, request) for u, credit in enumerate(credits) for request in self._requests(episodes, credit)]
+        owners, requests = [u for u, _ in asked], [request for _, request in asked]
+        likelihoods: list[np.ndarray | None] = [None] * len(credits)
+        for u, values in zip(owners, self.scorer(variables, requests), strict=True):
+            likelihoods[u] = values if likelihoods[u] is None else likelihoods[u] + values
+        credits = [dataclasses.replace(credit, likelihood=values) for credit, values in zip(credits, likelihoods)]
+        turns = batches.pack_turns(assets, credits, advantages, batches.turn_rows(config))
+        credited = Credited(credits, turns, requests, owners)
+        rows = credit_audit.audit(episodes, credited, advantages, assets.corpus, config.credit.tau)
+        return credited, _counts(credits) | credit_audit.step_metrics(rows)
+
+    def _requests(self, episodes: Sequence[Episode], credit: TurnCredit) -> list[scoring.Request]:
+        """What is scored for a turn: nothing when it is masked."""
+        episode, requests = episodes[credit.episode], []
+        if credit.kind in ("answer", "both"):
+            requests.append(self.scorer.answer(episode, credit.turn))
+        if credit.kind in ("next_action", "both"):
+            requests.append(self.scorer.next_action(episode, credit.turn, credit.span))
+        return requests
 
 
 def scoring_config(config: ConfigDict) -> scoring.ScoringConfig:
@@ -58,8 +80,16 @@ def scoring_config(config: ConfigDict) -> scoring.ScoringConfig:
         golds=config.credit.golds,
         turns_per_batch=config.credit.turns_per_batch,
         max_passage_tokens=config.rollout.max_passage_tokens or config.rollout.max_observation_tokens,
+        max_observation_tokens=config.rollout.max_observation_tokens,
     )
 
 
-def _number(turns, turn) -> int:
-    return next(i for i, other in enumerate(turns) if other is turn)
+def _counts(credits: Sequence[TurnCredit]) -> dict[str, float]:
+    kinds, authors = Counter(credit.kind for credit in credits), Counter(credit.author for credit in credits)
+    return {
+        "credit/turns": len(credits),
+        "credit/next_action_turns": kinds["next_action"] + kinds["both"],
+        "credit/masked_turns": kinds["masked"],
+        "credit/own_span": authors["own"],
+        "credit/sibling_span": authors["sibling"],
+    }

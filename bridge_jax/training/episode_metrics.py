@@ -8,9 +8,10 @@ import numpy as np
 
 from bridge_jax.objectives import rewards
 from bridge_jax.objectives.grpo import informative_groups
-from bridge_jax.objectives.rag import responsibilities
 from bridge_jax.retrieval.corpus import Corpus
 from bridge_jax.rollout.episodes import Episode, Turn
+from bridge_jax.training.credit_audit import posterior
+from bridge_jax.training.next_action import TurnCredit
 
 
 def recall(episode: Episode, corpus: Corpus, k: int) -> float | None:
@@ -71,13 +72,13 @@ def rollout_rows(
     reasons: Sequence[str],
     advantages: np.ndarray,
     corpus: Corpus,
-    likelihoods: dict[tuple[int, int], np.ndarray],
+    credits: dict[tuple[int, int], TurnCredit],
     tau: float,
 ):
     """One JSON object a rollout for `rollouts/step_*.jsonl`.
 
     Args:
-      likelihoods: (episode number, turn number) -> l [C], for the turns that were scored this step.
+      credits: by (episode number, turn number), the turns that were chosen this step.
     """
     for i, episode in enumerate(episodes):
         question = episode.question
@@ -95,19 +96,27 @@ def rollout_rows(
             "advantage": float(advantages[i]),
             "generated_tokens": int(episode.generated.sum()),
             "trace": [{"kind": kind, "text": text} for kind, text in episode.trace],
-            "turns": [_turn_row(turn, corpus, likelihoods.get((i, t)), tau, question) for t, turn in enumerate(episode.turns)],
+            "turns": [_turn_row(turn, corpus, credits.get((i, t)), tau, question) for t, turn in enumerate(episode.turns)],
         }
 
 
-def _turn_row(turn: Turn, corpus: Corpus, l_d: np.ndarray | None, tau: float, question) -> dict:
+def _turn_row(turn: Turn, corpus: Corpus, credit: TurnCredit | None, tau: float, question) -> dict:
+    """`l` is the credited likelihood of each document, which gives `w`; `credit` says which one it is, `span` whose action."""
     real = turn.rows >= 0
-    credit = np.zeros_like(turn.scores) if l_d is None else np.where(real, l_d, 0.0)
-    log_p, w = responsibilities(turn.scores[None], credit[None], tau, real[None])
+    l_d = None if credit is None else credit.likelihood
+    p, w = posterior(turn.scores, l_d, tau, real)
     documents = []
     for c in np.flatnonzero(real):
         passage = corpus[int(turn.rows[c])]
-        document = {"id": passage.id, "title": passage.title, "score": float(turn.scores[c]), "p": float(np.exp(log_p[0, c]))}
+        document = {"id": passage.id, "title": passage.title, "score": float(turn.scores[c]), "p": float(p[c])}
         if l_d is not None:
-            document |= {"l": float(l_d[c]), "w": float(w[0, c])}
+            document |= {"l": float(l_d[c]), "w": float(w[c])}
         documents.append(document | {"shown": bool(c < turn.shown), "gold": passage.id in question.gold_passage_ids})
-    return {"query": turn.query, "error": turn.error, "scored": l_d is not None, "documents": documents}
+    return {
+        "query": turn.query,
+        "error": turn.error,
+        "scored": l_d is not None,
+        "credit": None if credit is None else credit.kind,
+        "span": None if credit is None else credit.author,
+        "documents": documents,
+    }

@@ -175,7 +175,7 @@ class Loop:
         if stage.retriever and within % config.credit.period == 0:
             credited, measured = self._credit(step, variables, episodes, scores, advantages)
             metrics |= measured
-            scored = credited.by_turn(episodes)
+            scored = credited.by_turn()
             clock.lap("score")
             state, learned = learner.retriever_step(state, credited.turns)
             metrics |= {name: float(value) for name, value in learned.items()}

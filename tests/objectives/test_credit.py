@@ -12,7 +12,7 @@ from tiny_world import make_policy, nudged
 
 from bridge_jax.objectives import scoring
 from bridge_jax.objectives.credit import differentiable_log_likelihood, document_log_likelihood
-from bridge_jax.objectives.scoring import ScoringConfig, answer_tokens, score_turns
+from bridge_jax.objectives.scoring import Scorer, ScoringConfig
 from bridge_jax.rollout import protocol
 
 U, C, P, T = 3, 4, 17, 11
@@ -161,24 +161,28 @@ def make_turns(tokenizer, golds=(("Paris",), ("Berlin", "Bonn", "Rome"), ("the S
 
 
 def expected_score(model, variables, tokenizer, episode, turn, row, gold):
-    answer, start = answer_tokens(gold, tokenizer)
     prefix = np.concatenate(
         [
             episode.prompt,
             episode.tokens[: turn.history],
             protocol.document_tokens(PASSAGES[row], tokenizer),
-            np.asarray(answer[:start], np.int32),
+            np.asarray(protocol.encode(tokenizer, "<answer> "), np.int32),
         ]
     )
-    return naive(model, variables, prefix, np.asarray(answer[start:], np.int32))
+    return naive(model, variables, prefix, np.asarray(protocol.encode(tokenizer, gold.strip()), np.int32))
 
 
-def test_score_turns_against_the_naive_forward(tokenizer):
+def score_answers(model, variables, turns, tokenizer, **settings):
+    scorer = Scorer(model, PASSAGES, tokenizer, ScoringConfig(**settings))
+    return scorer(variables, [scorer.answer(episode, turn) for episode, turn in turns])
+
+
+def test_answers_against_the_naive_forward(tokenizer):
     model, params, _ = make_policy(vocab=len(tokenizer), lora=False)
     variables, turns = {"params": params}, make_turns(tokenizer)
     turns[2][1].rows[1] = -1
     before = scoring.compilations()
-    got = score_turns(model, variables, turns, PASSAGES, tokenizer, ScoringConfig(turns_per_batch=2))
+    got = score_answers(model, variables, turns, tokenizer, turns_per_batch=2)
     assert scoring.compilations() - before <= 2
     for (episode, turn), scores in zip(turns, got):
         assert scores.dtype == np.float32
@@ -189,15 +193,60 @@ def test_score_turns_against_the_naive_forward(tokenizer):
             want = expected_score(model, variables, tokenizer, episode, turn, int(row), episode.question.golds[0])
             assert score == pytest.approx(want, abs=1e-4)
     # batching changes nothing, and nor does nothing
-    again = score_turns(model, variables, turns[:1], PASSAGES, tokenizer, ScoringConfig(turns_per_batch=3))
+    again = score_answers(model, variables, turns[:1], tokenizer, turns_per_batch=3)
     np.testing.assert_allclose(again[0], got[0], atol=1e-5)
-    assert score_turns(model, variables, [], PASSAGES, tokenizer, ScoringConfig()) == []
+    assert score_answers(model, variables, [], tokenizer) == []
+
+
+def test_spans_and_answers_in_one_call(tokenizer):
+    """l' of a sampled span behind an observation of one passage, whose ids no tokenizer would write; mixed with answers, padded."""
+    model, params, _ = make_policy(vocab=len(tokenizer), lora=False)
+    variables, turns = {"params": params}, make_turns(tokenizer)
+    turns[1][1].rows[2] = -1
+    rng = np.random.default_rng(0)
+    spans = [rng.integers(1, len(tokenizer), n).astype(np.int32) for n in (3, 9, 20, 1)]
+    scorer = Scorer(model, PASSAGES, tokenizer, ScoringConfig(turns_per_batch=2, max_observation_tokens=64, max_passage_tokens=20))
+    requests = [scorer.next_action(episode, turn, span) for (episode, turn), span in zip(turns, spans)]
+    scores = scorer(variables, [scorer.answer(*turns[0]), *requests])
+    for (episode, turn), span, values in zip(turns, spans, scores[1:]):
+        for row, value in zip(turn.rows.tolist(), values):
+            if row < 0:
+                assert value == -np.inf
+                continue
+            observation = protocol.render_observation([PASSAGES[row]], tokenizer, 64, 20).tokens
+            prefix = np.concatenate([episode.prompt, episode.tokens[: turn.history], observation])
+            assert value == pytest.approx(naive(model, variables, prefix, span), abs=1e-4)
+    alone = scorer(variables, [scorer.answer(*turns[0])])
+    np.testing.assert_allclose(scores[0], alone[0], atol=1e-5)
+
+
+def test_equal_requests_are_scored_once(tokenizer, monkeypatch):
+    model, params, _ = make_policy(vocab=len(tokenizer), lora=False)
+    turns = make_turns(tokenizer)[:2]
+    rows = []
+    monkeypatch.setattr(scoring, "_score", lambda *args, **batch: rows.append(len(batch["history"])) or score(*args, **batch))
+    scorer = Scorer(model, PASSAGES, tokenizer, ScoringConfig(turns_per_batch=1))
+    once = scorer({"params": params}, [scorer.answer(*turn) for turn in turns])
+    assert sum(rows) == 2
+    twins = [turns[i] for i in (0, 1, 0, 0)]
+    got = scorer({"params": params}, [scorer.answer(*turn) for turn in twins])
+    assert sum(rows) == 4
+    for i, values in zip((0, 1, 0, 0), got):
+        np.testing.assert_array_equal(values, once[i])
+
+
+def test_batches_and_shapes_waste_little(tokenizer):
+    scorer = Scorer(make_policy(lora=False)[0], PASSAGES, tokenizer, ScoringConfig(turns_per_batch=32))
+    assert list(scorer._cuts(70)) == [(0, 32, 32), (32, 64, 32), (64, 68, 4), (68, 70, 4)]
+    widths = [scoring._width(n, 8, 4) for n in range(1, 1025)]
+    assert all(n <= width <= max(n + 7, 1.25 * n) for n, width in enumerate(widths, 1))
+    assert len(set(widths)) == 24
 
 
 def test_several_golds_are_a_log_mean_of_likelihoods(tokenizer):
     model, params, _ = make_policy(vocab=len(tokenizer), lora=False)
     variables, turns = {"params": params}, make_turns(tokenizer)[:2]
-    got = score_turns(model, variables, turns, PASSAGES, tokenizer, ScoringConfig(golds=2, turns_per_batch=2))
+    got = score_answers(model, variables, turns, tokenizer, golds=2, turns_per_batch=2)
     for (episode, turn), scores in zip(turns, got):
         golds = episode.question.golds[:2]  # one turn has a single gold, the other more than are asked for
         for row, score in zip(turn.rows, scores):
@@ -208,17 +257,19 @@ def test_several_golds_are_a_log_mean_of_likelihoods(tokenizer):
 @pytest.mark.parametrize("gold", ["Paris", " the Spree ", "1999", "São Paulo", "x", "東京", "I’m"])
 def test_the_answer_boundary(tokenizer, gold):
     """What is summed decodes to the gold answer, what stands before it to the opening tag and its space."""
-    tokens, start = answer_tokens(gold, tokenizer)
-    assert tokenizer.decode(tokens[:start]) == "<answer> "
-    assert tokenizer.decode(tokens[start:]) == gold.strip()
+    (episode, turn), *_ = make_turns(tokenizer, golds=((gold,),))
+    request = Scorer(None, PASSAGES, tokenizer, ScoringConfig()).answer(episode, turn)
+    assert tokenizer.decode(request.lead) == "<answer> "
+    assert tokenizer.decode(request.targets[0]) == gold.strip()
 
 
 def test_cut_documents(tokenizer):
     model, params, _ = make_policy(vocab=len(tokenizer), lora=False)
     turns = make_turns(tokenizer)[:1]
-    config = ScoringConfig(turns_per_batch=1, max_passage_tokens=30)
-    batch, _ = scoring.build_scoring_batch(turns, PASSAGES, tokenizer, config, 1)
-    answer, _ = answer_tokens("Paris", tokenizer)
+    scorer = Scorer(model, PASSAGES, tokenizer, ScoringConfig(turns_per_batch=1, max_passage_tokens=30))
+    request = scorer.answer(*turns[0])
+    batch, _ = scorer.pack([request], 1)
+    answer = [*request.lead, *request.targets[0]]
     frame = len(protocol.encode(tokenizer, "<information>")) + len(protocol.encode(tokenizer, "</information>"))
     assert batch["continuation_valid"].sum(-1).max() == 30 + frame + len(answer)
-    assert np.isfinite(score_turns(model, {"params": params}, turns, PASSAGES, tokenizer, config)[0]).all()
+    assert np.isfinite(scorer({"params": params}, [request])[0]).all()

@@ -71,6 +71,25 @@ def test_bridge_exports_what_its_last_checkpoint_holds(world, tmp_path):
     assert np.abs(e5.embed(encoder, text) - adapted).max() > 1e-4
 
 
+def test_credit_through_the_next_action_in_a_run(world, tmp_path):
+    """Counts add up, the log says what each turn was credited by, and rows of one kind of turn follow the setting."""
+    overrides = ["credit.target=next_action", "credit.no_span=zero", "credit.max_turns=32", "credit.turns_per_batch=15"]
+    overrides += ["grpo.group_size=16", "train.steps=2", "train.eval_every=0"]
+    rows = run(world, tmp_path, *(f"--config.{override}" for override in overrides))
+    kinds, logged = [], sorted((tmp_path / "rollouts").iterdir())
+    for row, path in zip(rows, logged, strict=True):
+        turns = [turn for line in path.read_text().splitlines() for turn in json.loads(line)["turns"]]
+        kinds += [turn["credit"] for turn in turns]
+        chosen = [turn for turn in turns if turn["credit"]]
+        assert len(chosen) == row["credit/turns"]
+        assert sum(turn["credit"] == "next_action" for turn in chosen) == row["credit/next_action_turns"]
+        assert row["credit/own_span"] + row["credit/sibling_span"] == row["credit/next_action_turns"]
+        assert sum(not turn["scored"] for turn in chosen) == row["credit/masked_turns"]
+        assert all((turn["span"] is not None) == (turn["credit"] == "next_action") for turn in turns)
+        assert row["credit/turns"] == 0 or {"credit/weight_max_p", "credit/gold_in_candidates"} <= row.keys()
+    assert {"answer", "masked"} <= set(kinds)
+
+
 def test_best_checkpoint_outlives_newer_ones(world, tmp_path):
     """Scores 0.2, 0.9, 0.1 and then unscored steps: the best and the two latest stay, and each restores to its own values."""
     from bridge_jax.objectives.bilevel import BridgeState
