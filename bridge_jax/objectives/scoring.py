@@ -113,8 +113,8 @@ class Scorer:
         return scores
 
     def batches(self, requests: Sequence[Request]) -> Iterator[tuple[list[list[int]], dict[str, jax.Array], int]]:
-        """Yields (places, arrays, answer_tokens) until every request was in a batch: row u of the arrays stands for the equal requests
-        number places[u]; `pack` says what the other two are.
+        """Yields (places, arrays, answer_tokens) until every request was in a batch: row u of the arrays stands for the equal
+        requests number places[u]; `pack` says what the other two are.
 
         Equal requests (siblings that wrote the same query) share a row, requests of like length a batch. Batches have
         `turns_per_batch` turns, the last ones an eighth of it, so few programs are compiled and little padding is run. On a mesh

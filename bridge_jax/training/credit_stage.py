@@ -22,8 +22,8 @@ from bridge_jax.training.next_action import TurnCredit, credit_of
 class Credited:
     """What a step credits.
 
-    credits: the chosen turns, masked ones included. turns: the padded arrays, a row a credit. requests: what was scored; owners: the
-    place in `credits` of the turn that each belongs to: a turn's likelihood is the sum over its requests (two for "both").
+    credits: the chosen turns, masked ones included. turns: the padded arrays, a row a credit. requests: what was scored.
+    owners: the place in `credits` of the turn that each request belongs to; a turn's likelihood is the sum over its requests.
     """
 
     credits: list[TurnCredit]
