@@ -7,6 +7,7 @@ auxiliary heads ask for exactly that, on the states after the last layer but one
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -30,53 +31,67 @@ CONFIG = {
 LENGTH_STEP = 16
 ADAM_RATE = 3e-3  # of embeddings, norms, biases and heads
 TARGETS = 24  # at most so many generated tokens a trace
+BATCH = 32
+AUXILIARY = 0.3  # weight of the auxiliary losses
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A learning-rate cycle. mixes: (from step, shares of the question forms, how often the gold passage is forced in).
+    copied: weight of names and answers against the other generated words, most of which are free choices."""
+
+    steps: int
+    rate: float
+    copied: float
+    mixes: tuple[tuple[int, tuple[float, float, float], float], ...]
+
+    def mix_at(self, step: int) -> tuple[tuple[float, float, float], float]:
+        return [mix for start, *mix in self.mixes if start <= step][-1]
+
+
+STAGES = (
+    Stage(2400, 2e-2, 1.0, ((0, (1.0, 0.0, 0.0), 0.9), (700, (0.5, 0.35, 0.15), 0.6))),  # to read, then to search again
+    Stage(2000, 1.5e-2, 3.0, ((0, (0.25, 0.45, 0.3), 0.75),)),  # two hops: the name that was read becomes the next query
+)
 
 
 def make_model(eos: int) -> Qwen2:
     return Qwen2(Qwen2Config(**CONFIG, bos_token_id=None, eos_token_ids=(eos,), pad_token_id=eos), jnp.float32)
 
 
-def pools(tokenizer, batch: int, seed: int, mix_at):
-    """Endless batches of traces, rows of like length together. mix_at(step) -> (mix, hit)."""
-    step, world = 0, 0
-    order = np.random.default_rng(seed)
+def batches(tokenizer, stage: Stage, first_world: int):
+    """Endless batches of traces, rows of like length together."""
+    step, world = 0, first_world
+    order = np.random.default_rng(0)
     while True:
-        mix, hit = mix_at(step)
-        writer = TraceWriter(tokenizer, world, mix, hit)
+        writer = TraceWriter(tokenizer, world, *stage.mix_at(step))
         world += 1
-        rows = sorted((writer.trace() for _ in range(batch * 24)), key=lambda row: len(row.tokens))
-        for start in order.permutation(24) * batch:
-            part = rows[start : start + batch]
+        rows = sorted((writer.trace() for _ in range(BATCH * 24)), key=lambda row: len(row.tokens))
+        for start in order.permutation(24) * BATCH:
+            part = rows[start : start + BATCH]
             width = -(-max(len(row.tokens) for row in part) // LENGTH_STEP) * LENGTH_STEP
             yield batch_of(part, width)
             step += 1
 
 
-def targets_of(generated: np.ndarray, tokens: np.ndarray):
-    """index [B, K] of the position that predicts each generated token, targets, weights."""
-    B = len(tokens)
+def targets_of(batch, copied: float):
+    """Of the generated tokens: index [B, K] of the position that predicts each, targets [B, K], weights [B, K]."""
+    B = len(batch.tokens)
     index, target, weight = (np.zeros((B, TARGETS), kind) for kind in (np.int32, np.int32, np.float32))
     for b in range(B):
-        at = np.flatnonzero(generated[b])[:TARGETS]
-        index[b, : len(at)], target[b, : len(at)], weight[b, : len(at)] = at - 1, tokens[b, at], 1.0
+        at = np.flatnonzero(batch.generated[b])[:TARGETS]
+        index[b, : len(at)], target[b, : len(at)] = at - 1, batch.tokens[b, at]
+        weight[b, : len(at)] = np.where(batch.copied[b, at], copied, 1.0)
     return index, target, weight
 
 
-def train(
-    tokenizer, steps: int, batch: int, lr: float, mix_at, seed: int = 0, say=print, aux_weight=0.3, evaluate=None, params=None
-):
-    """-> (model, parameters)"""
-    model = make_model(tokenizer.eos_token_id)
-    if params is None:
-        params = model.init(jax.random.key(seed), jnp.zeros((1, 8), jnp.int32))["params"]
-    D = CONFIG["hidden_size"]
-    heads = {"aspect": jnp.zeros((D, len(ASPECT_IDS))), "relevant": jnp.zeros((D, 2))}
-    # Muon on the kernels [L, in, out], Adam on everything else.
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, 100, max(steps, 101), 0.05)
-    optimiser = optax.chain(
+def _optimiser(stage: Stage):
+    """Muon on the kernels [L, in, out], Adam on everything else."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, 100, max(stage.steps, 101), 0.05)
+    return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.contrib.muon(
-            lambda step: lr * schedule(step),
+            lambda step: stage.rate * schedule(step),
             weight_decay=0.01,
             adam_learning_rate=lambda step: ADAM_RATE * schedule(step),
             muon_weight_dimension_numbers=lambda tree: jax.tree.map(
@@ -85,58 +100,74 @@ def train(
         ),
     )
 
-    def cross_entropy(scores, labels):
-        chosen = labels >= 0
-        loss = optax.softmax_cross_entropy_with_integer_labels(scores, jnp.maximum(labels, 0))
-        right = (scores.argmax(-1) == labels) & chosen
-        return (loss * chosen).sum() / jnp.maximum(chosen.sum(), 1), right.sum() / jnp.maximum(chosen.sum(), 1)
 
-    def loss_fn(trained, tokens, aspect, relevant, index, target, weight):
-        params, heads = trained
-        hidden, taps = model.apply(
-            {"params": params}, tokens, output="hidden",
-            capture_intermediates=lambda module, _: type(module).__name__.endswith("Block"), mutable=["intermediates"],
-        )  # fmt: skip
-        tap = jax.tree.leaves(taps)[0][-2]  # [B, T, D] after the last layer but one
-        tap = tap * jax.lax.rsqrt(jnp.mean(tap * tap, -1, keepdims=True) + 1e-6)
-        aspect_loss, aspect_right = cross_entropy(tap @ heads["aspect"], aspect)
-        relevant_loss, relevant_right = cross_entropy(tap @ heads["relevant"], relevant)
-        chosen = jnp.take_along_axis(hidden, index[:, :, None], axis=1)
-        logits = unembed(params, chosen, model.config)
-        nll = optax.softmax_cross_entropy_with_integer_labels(logits, target) * weight
-        right = (logits.argmax(-1) == target) * weight
-        last = jnp.arange(TARGETS)[None] == weight.sum(1, keepdims=True) - 2  # the (last word of the) answer
-        total = nll.sum() / weight.sum() + aux_weight * (aspect_loss + relevant_loss)
-        return total, {
-            "nll": nll.sum() / weight.sum(),
-            "answer": (right * last).sum() / last.sum(),
-            "aspect": aspect_right,
-            "relevant": relevant_right,
-        }
+def _cross_entropy(scores, labels):
+    """(mean loss, accuracy) over labels >= 0."""
+    chosen = labels >= 0
+    loss = optax.softmax_cross_entropy_with_integer_labels(scores, jnp.maximum(labels, 0))
+    count = jnp.maximum(chosen.sum(), 1)
+    return (loss * chosen).sum() / count, ((scores.argmax(-1) == labels) & chosen).sum() / count
+
+
+def _loss(model: Qwen2, trained, tokens, aspect, relevant, index, target, weight):
+    params, heads = trained
+    hidden, taps = model.apply(
+        {"params": params},
+        tokens,
+        output="hidden",
+        capture_intermediates=lambda module, _: type(module).__name__.endswith("Block"),
+        mutable=["intermediates"],
+    )
+    tap = jax.tree.leaves(taps)[0][-2]  # [B, T, D] after the last layer but one
+    tap = tap * jax.lax.rsqrt(jnp.mean(tap * tap, -1, keepdims=True) + 1e-6)
+    aspect_loss, aspect_right = _cross_entropy(tap @ heads["aspect"], aspect)
+    relevant_loss, relevant_right = _cross_entropy(tap @ heads["relevant"], relevant)
+    chosen = jnp.take_along_axis(hidden, index[:, :, None], axis=1)
+    logits = unembed(params, chosen, model.config)
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, target)
+    right, counted = logits.argmax(-1) == target, weight > 0
+    answer = jnp.arange(TARGETS)[None] == counted.sum(1, keepdims=True) - 2  # the answer's last word
+    copied = weight > weight.min(where=counted, initial=jnp.inf)
+    loss = (nll * weight).sum() / weight.sum()
+    return loss + AUXILIARY * (aspect_loss + relevant_loss), {
+        "nll": (nll * counted).sum() / counted.sum(),
+        "answer": (right & answer).sum() / answer.sum(),
+        "copied": (right & copied).sum() / jnp.maximum(copied.sum(), 1),
+        "aspect": aspect_right,
+        "relevant": relevant_right,
+    }
+
+
+def train(tokenizer, stages=STAGES, say=print, after_stage=lambda number, trained: None, trained=None, first=0):
+    """-> (model, parameters). trained, first: go on from what `after_stage` was given, at stage number `first`."""
+    model = make_model(tokenizer.eos_token_id)
+    if trained is None:
+        params = model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+        D = CONFIG["hidden_size"]
+        trained = (params, {"aspect": jnp.zeros((D, len(ASPECT_IDS))), "relevant": jnp.zeros((D, 2))})
+    for number, stage in enumerate(stages[first:], start=first):
+        trained = _train_stage(model, trained, stage, tokenizer, 300 * number, say)
+        after_stage(number, trained)
+    return model, trained[0]
+
+
+def _train_stage(model, trained, stage: Stage, tokenizer, first_world: int, say):
+    optimiser = _optimiser(stage)
 
     @jax.jit
     def update(trained, opt, *arrays):
-        (_, aux), gradient = jax.value_and_grad(loss_fn, has_aux=True)(trained, *arrays)
+        (_, aux), gradient = jax.value_and_grad(lambda t: _loss(model, t, *arrays), has_aux=True)(trained)
         updates, opt = optimiser.update(gradient, opt, trained)
         return optax.apply_updates(trained, updates), opt, aux
 
-    trained = (params, heads)
     opt, began, sums, tokens = optimiser.init(trained), time.time(), [], 0
-    stream = pools(tokenizer, batch, seed, mix_at)
-    for step in range(1, steps + 1):
-        b = next(stream)
-        trained, opt, aux = update(trained, opt, b.tokens, b.aspect, b.relevant, *targets_of(b.generated, b.tokens))
+    for step, batch in zip(range(1, stage.steps + 1), batches(tokenizer, stage, first_world)):
+        arrays = (batch.tokens, batch.aspect, batch.relevant, *targets_of(batch, stage.copied))
+        trained, opt, aux = update(trained, opt, *arrays)
         sums.append(aux)
-        tokens += b.tokens.size
-        if step % 50 == 0 or step == steps:
-            mean = {name: float(np.mean([float(a[name]) for a in sums])) for name in aux}
-            sums = []
-            seconds = time.time() - began
-            say(
-                f"policy {step}/{steps} "
-                + " ".join(f"{k} {v:.3f}" for k, v in mean.items())
-                + f" {tokens / seconds:,.0f} tokens/s {seconds:.0f}s"
-            )
-            if evaluate is not None and step % 500 == 0:
-                evaluate(step, model, trained[0])
-    return model, trained[0]
+        tokens += batch.tokens.size
+        if step % 50 == 0 or step == stage.steps:
+            means = " ".join(f"{name} {np.mean([float(a[name]) for a in sums]):.3f}" for name in aux)
+            seconds, sums = time.time() - began, []
+            say(f"policy {step}/{stage.steps} {means} {tokens / seconds:,.0f} tokens/s {seconds:.0f}s")
+    return trained

@@ -31,18 +31,20 @@ ASPECT_IDS = {(kind, aspect.name): n for n, (kind, aspect) in enumerate((k, a) f
 
 @dataclass
 class Row:
-    """One trace. aspect, relevant: labels at some tokens, -1 elsewhere."""
+    """One trace. aspect, relevant: labels at some tokens, -1 elsewhere. copied: generated names and answers."""
 
     tokens: list[int] = field(default_factory=list)
     generated: list[bool] = field(default_factory=list)
+    copied: list[bool] = field(default_factory=list)
     aspect: list[int] = field(default_factory=list)
     relevant: list[int] = field(default_factory=list)
 
-    def add(self, tokens, generated=False, aspect=None, relevant=None, at=()):
-        """Labels go to the positions `at` of `tokens` (negative: from the end)."""
+    def add(self, tokens, generated=False, aspect=None, relevant=None, at=(), copied=()):
+        """Labels go to the positions `at` of `tokens` (negative: from the end). copied: token ids that count as copied."""
         n = len(self.tokens)
         self.tokens += tokens
         self.generated += [generated] * len(tokens)
+        self.copied += [token in copied for token in tokens]
         self.aspect += [-1] * len(tokens)
         self.relevant += [-1] * len(tokens)
         for i in at:
@@ -177,11 +179,12 @@ class TraceWriter:
             vague = rng.random() < 0.15
             query = rng.choice(VAGUE_QUERIES if vague else QUERIES).format(x=entity.name, noun=rng.choice(aspect.nouns))
             at = () if vague else (-1,)
-            row.add(self._ids(f"<search> {query} </search>"), True, aspect=goal[hop], at=at)
+            row.add(self._ids(f"<search> {query} </search>"), True, aspect=goal[hop], at=at, copied=self._ids(entity.name))
             self._observe(row, self.retrieve(entity, name, vague), question.hops, hop, known)
             searches += 1
         row.add(self._ids("<answer>"), True, aspect=goal[-1], at=(-1,))
-        row.add(self._ids(f"{self._answer(question, known)} </answer>"), True)
+        answer = self._ids(self._answer(question, known))
+        row.add([*answer, *self._ids("</answer>")], True, copied=answer)
         return row
 
     def _answer(self, question: MiniQuestion, known: set) -> str:
@@ -215,14 +218,15 @@ class Batch:
 
     tokens: np.ndarray
     generated: np.ndarray
+    copied: np.ndarray
     aspect: np.ndarray
     relevant: np.ndarray
 
 
 def batch_of(rows: list[Row], width: int) -> Batch:
-    arrays = [np.full((len(rows), width), fill, np.int32) for fill in (0, 0, -1, -1)]
+    arrays = [np.full((len(rows), width), fill, np.int32) for fill in (0, 0, 0, -1, -1)]
     for b, row in enumerate(rows):
-        for array, values in zip(arrays, (row.tokens, row.generated, row.aspect, row.relevant)):
+        for array, values in zip(arrays, (row.tokens, row.generated, row.copied, row.aspect, row.relevant)):
             array[b, : len(values)] = values
     valid = np.arange(width)[None] < np.asarray([len(row.tokens) for row in rows])[:, None]
-    return Batch(arrays[0], arrays[1] * valid, arrays[2], arrays[3])
+    return Batch(arrays[0], arrays[1] * valid, *arrays[2:])
