@@ -21,7 +21,6 @@ CONFIG = {
     "vocab_size": 1024,
     "hidden_size": 128,
     "intermediate_size": 320,
-    "num_layers": 4,
     "num_heads": 6,
     "num_kv_heads": 6,
     "head_dim": 32,
@@ -37,9 +36,14 @@ AUXILIARY = 0.3  # weight of the auxiliary losses
 
 @dataclass(frozen=True)
 class Stage:
-    """A learning-rate cycle. mixes: (from step, shares of the question forms, how often the gold passage is forced in).
-    copied: weight of names and answers against the other generated words, most of which are free choices."""
+    """A learning-rate cycle.
 
+    layers: of the model; new ones are put in below the last and do nothing at first. copied: weight of names and answers against
+    the other generated words, most of which are free choices. mixes: (from step, shares of the question forms, how often the gold
+    passage is forced in).
+    """
+
+    layers: int
     steps: int
     rate: float
     copied: float
@@ -50,13 +54,26 @@ class Stage:
 
 
 STAGES = (
-    Stage(2400, 2e-2, 1.0, ((0, (1.0, 0.0, 0.0), 0.9), (700, (0.5, 0.35, 0.15), 0.6))),  # to read, then to search again
-    Stage(2000, 1.5e-2, 3.0, ((0, (0.25, 0.45, 0.3), 0.75),)),  # two hops: the name that was read becomes the next query
+    Stage(4, 2400, 2e-2, 1.0, ((0, (1.0, 0.0, 0.0), 0.9), (700, (0.5, 0.35, 0.15), 0.6))),  # to read, then to search again
+    Stage(6, 1700, 2e-2, 3.0, ((0, (0.3, 0.45, 0.25), 0.7),)),  # two hops: the name that was read becomes the next query
 )
 
 
-def make_model(eos: int) -> Qwen2:
-    return Qwen2(Qwen2Config(**CONFIG, bos_token_id=None, eos_token_ids=(eos,), pad_token_id=eos), jnp.float32)
+def make_model(eos: int, layers: int) -> Qwen2:
+    config = Qwen2Config(**CONFIG, num_layers=layers, bos_token_id=None, eos_token_ids=(eos,), pad_token_id=eos)
+    return Qwen2(config, jnp.float32)
+
+
+def grow(params: dict, fresh: dict) -> dict:
+    """`params` with the layers that `fresh` has more, below the last one. What they write is 0: the function stays."""
+
+    def insert(path, old, new):
+        extra = new[: len(new) - len(old)]
+        if {"o_proj", "down_proj"} & {key.key for key in path}:
+            extra = jnp.zeros_like(extra)
+        return jnp.concatenate([old[:-1], extra, old[-1:]])
+
+    return params | {"layers": jax.tree_util.tree_map_with_path(insert, params["layers"], fresh["layers"])}
 
 
 def batches(tokenizer, stage: Stage, first_world: int):
@@ -140,12 +157,14 @@ def _loss(model: Qwen2, trained, tokens, aspect, relevant, index, target, weight
 
 def train(tokenizer, stages=STAGES, say=print, after_stage=lambda number, trained: None, trained=None, first=0):
     """-> (model, parameters). trained, first: go on from what `after_stage` was given, at stage number `first`."""
-    model = make_model(tokenizer.eos_token_id)
-    if trained is None:
-        params = model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
-        D = CONFIG["hidden_size"]
-        trained = (params, {"aspect": jnp.zeros((D, len(ASPECT_IDS))), "relevant": jnp.zeros((D, 2))})
     for number, stage in enumerate(stages[first:], start=first):
+        model = make_model(tokenizer.eos_token_id, stage.layers)
+        fresh = model.init(jax.random.key(number), jnp.zeros((1, 8), jnp.int32))["params"]
+        if trained is None:
+            D = CONFIG["hidden_size"]
+            trained = (fresh, {"aspect": jnp.zeros((D, len(ASPECT_IDS))), "relevant": jnp.zeros((D, 2))})
+        else:
+            trained = (grow(trained[0], fresh), trained[1])
         trained = _train_stage(model, trained, stage, tokenizer, 300 * number, say)
         after_stage(number, trained)
     return model, trained[0]
