@@ -11,15 +11,14 @@ Runs the two README commands in runs/<name> (finished parts are not run again), 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import os
-import platform
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from machine import about
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -27,17 +26,6 @@ QUICK = [
     "--config.index.limit=600", "--config.data.eval_limit=4", "--config.train.steps=2", "--config.warmstart.questions=8",
     "--config.train.questions=2", "--config.grpo.minibatch_questions=2", "--config.rollout.batch_groups=2",
 ]  # fmt: skip
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "scann", "numpy")
-
-
-def machine() -> dict:
-    model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "cpu": model[0].partition(":")[2].strip() if model else platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in PACKAGES},
-    }
 
 
 def run(module: str, arguments: list[str]) -> tuple[list[str], float]:
@@ -75,11 +63,9 @@ def main() -> None:
     warm = [json.loads(line) for line in (workdir / "warmstart_metrics.jsonl").read_text().splitlines()] if warmed else []
     heldout = [row["heldout/loss"] for row in warm if "heldout/loss" in row]
     times = {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in sorted(rows[0]) if name.startswith("time/")}
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     summary = {
-        "commit": commit,
         "commands": commands,
-        "machine": machine(),
+        "machine": about(),
         "seed": 0,
         "seconds": seconds,
         "warmstart": {"steps": sum("loss" in row for row in warm), "heldout_loss": heldout},

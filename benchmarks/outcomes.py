@@ -1,0 +1,82 @@
+"""What finished runs left behind, as arrays over seeds and questions."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from runs import Run, evaluation_of
+
+from bridge_jax.data.formats import canonical_name
+from bridge_jax.evaluation.aggregate import MULTI_HOP, SINGLE_HOP
+from bridge_jax.training.metrics import read_metrics
+
+GROUPS = {"single_hop": SINGLE_HOP, "multi_hop": MULTI_HOP}
+
+
+class Outcome:
+    """What a finished run left behind."""
+
+    def __init__(self, run: Run, root: Path):
+        self.run, self.workdir = run, root / run.name
+        self.metrics = read_metrics(self.workdir / "metrics.jsonl")
+        self._final = evaluation_of(run, root)
+
+    @functools.cached_property
+    def final(self) -> dict:
+        """The evaluation at the end, on `run.limit` questions a set."""
+        return self._read(self._final)
+
+    def on_the_way(self) -> list[int]:
+        """Steps at which `train` evaluated."""
+        return sorted(int(path.stem.removeprefix("step_")) for path in (self.workdir / "eval").glob("step_??????.json"))
+
+    def at(self, step: int) -> dict:
+        """The evaluation that `train` made after `step`, on `data.eval_limit` questions a set."""
+        return self._read(f"step_{step:06d}.json")
+
+    def _read(self, name: str) -> dict:
+        return json.loads((self.workdir / "eval" / name).read_text(encoding="utf-8"))
+
+    @functools.cached_property
+    def step_seconds(self) -> np.ndarray:
+        """[steps] of training alone, evaluations left out. A step of more than three times its stage's median (a compilation, or a
+        machine busy elsewhere) counts as the median."""
+        seconds = np.asarray([row["time/step"] for row in self.metrics], float)
+        stages = np.asarray([row["stage"] for row in self.metrics])
+        medians = np.zeros_like(seconds)
+        for stage in np.unique(stages):
+            medians[stages == stage] = np.median(seconds[stages == stage])
+        return np.where(seconds > 3 * medians, medians, seconds)
+
+    def seconds(self, step: int) -> float:
+        """Of the first `step` steps."""
+        return float(self.step_seconds[:step].sum())
+
+    def rollout_rows(self) -> list[dict]:
+        """All logged rollouts, in order."""
+        paths = sorted((self.workdir / "rollouts").glob("step_*.jsonl"))
+        return [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def scores(evaluations: Sequence[dict], metric: str = "em", only: Mapping[str, Sequence[str]] | None = None) -> dict:
+    """{set: [seeds, questions] float64} of a metric, from one evaluation a seed; `only`: question ids by set."""
+    table = {}
+    for name in evaluations[0]["predictions"]:
+        rows = [{row["id"]: row for row in result["predictions"][name]} for result in evaluations]
+        ids = only[name] if only else list(rows[0])
+        table[name] = np.asarray([[float(of_seed[i][metric] or 0.0) for i in ids] for of_seed in rows])
+    return table
+
+
+def question_ids(evaluation: dict) -> dict[str, list[str]]:
+    return {name: [row["id"] for row in rows] for name, rows in evaluation["predictions"].items()}
+
+
+def groups(sets: Sequence[str]) -> dict[str, list[str]]:
+    """{"single_hop", "multi_hop", "overall"}: which sets an average is over, as in `evaluation.aggregate`."""
+    named = {group: [n for n in sets if canonical_name(n.split("/")[-1]) in known] for group, known in GROUPS.items()}
+    return {group: names for group, names in named.items() if names} | {"overall": list(sets)}
