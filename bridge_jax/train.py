@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +11,9 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from bridge_jax import config as configuration
-from bridge_jax.errors import UserError, main_guard
+from bridge_jax.errors import main_guard
+from bridge_jax.evaluation.table import comparison_table
+from bridge_jax.report import page
 
 
 @main_guard
@@ -23,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="Examples:\n"
         "  python -m bridge_jax.train --config=configs/pocket.py --workdir=runs/pocket\n"
         "  python -m bridge_jax.train --config=configs/pocket.py --workdir=runs/vt --config.method.name=vt_search\n"
-        "The workdir gets config.json, metrics.jsonl, rollouts/, checkpoints/, eval/, and at the end policy/ and retriever/.",
+        "The workdir gets config.json, metrics.jsonl, rollouts/, checkpoints/, eval/, and at the end policy/, retriever/\n"
+        "and report.html.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -37,7 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(config: ConfigDict, workdir: Path) -> Path:
     """What the command does, for callers that have a configuration."""
     from bridge_jax.evaluation.run import evaluate_sets, evaluation_engine, load_sets  # late: --help need not wait for them
-    from bridge_jax.evaluation.table import comparison_table
     from bridge_jax.training import loop
 
     sets = load_sets(config)
@@ -49,16 +50,19 @@ def train(config: ConfigDict, workdir: Path) -> Path:
         )
 
     loop.run(config, workdir, evaluate)
-    evaluations = sorted((workdir / "eval").glob("step_??????.json"))
-    if len(evaluations) < 2:
-        return workdir
-    try:
-        before, after = (json.loads(path.read_text("utf-8")) for path in (evaluations[0], evaluations[-1]))
-    except ValueError as error:
-        raise UserError(f"an evaluation in {workdir / 'eval'} is damaged ({error}): delete it") from error
-    title = f"{config.method.name}: greedy evaluation before and after {after['step']} steps"
-    Console().print(comparison_table(before, after, ("start", f"step {after['step']}"), title))
+    finish(config, workdir)
     return workdir
+
+
+def finish(config: ConfigDict, workdir: Path) -> None:
+    """What a finished run shows: its evaluations before and after, its curves, and where its report lies."""
+    console = Console()
+    found = page.evaluations(workdir)
+    if len(found) > 1:
+        title = f"{config.method.name}: greedy evaluation before and after {found[-1]['step']} steps"
+        console.print(comparison_table(found[0], found[-1], ("start", f"step {found[-1]['step']}"), title))
+    console.print(page.terminal_curves(workdir), markup=False, highlight=False)
+    console.print(f"report: {page.write_report(workdir)}", markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":
