@@ -27,8 +27,8 @@ from pathlib import Path
 import numpy as np
 import outcomes as reading
 import plots
-import runs
 import stats
+import training_runs as runs
 from machine import about
 from outcomes import Outcome
 from rich.console import Console
@@ -107,7 +107,7 @@ def main() -> None:
     chosen = {"bridge": {}, "vt_search": {}} | {name: changes for group in wanted for name, changes in table[group].items()}
     failures = runs.execute([run for name in chosen for run in runs_of(name, chosen[name], args, shared)], root, args.jobs)
 
-    known = {name: changes for group in table.values() for name, changes in group.items()}
+    known = known_rows(args)
     rows = load(known, args, shared, root)
     result = {
         "machine": about(),
@@ -133,6 +133,12 @@ def main() -> None:
     plot(result, path.parent)
     print(json.dumps({key: value for key, value in result.items() if key != "curves"}))
     runs.conclude(failures)
+
+
+def known_rows(args: argparse.Namespace) -> dict[str, dict[str, object]]:
+    """{row: what it changes}, of all groups."""
+    table = rows_of(configuration.load(runs.HOME / args.config).grpo.group_size)
+    return {name: changes for group in table.values() for name, changes in group.items()}
 
 
 def base(args: argparse.Namespace) -> dict[str, object]:

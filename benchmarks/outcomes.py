@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from runs import Run, evaluation_of
+from training_runs import Run, evaluation_of
 
 from bridge_jax.data.formats import canonical_name
 from bridge_jax.evaluation.aggregate import MULTI_HOP, SINGLE_HOP

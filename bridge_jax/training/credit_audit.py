@@ -7,7 +7,7 @@ p is computed from the scores the rollout retrieved with, before the update; w f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,7 +54,7 @@ def audit(
             likelihood = None  # a gold answer without a token: not credited either
         p, w = posterior(turn.scores, likelihood, tau, turn.rows >= 0)
         shown = {int(row) for earlier in episode.turns[: credit.number] for row in earlier.rows[: earlier.shown]}
-        hop = _hop(golds, shown, turn.rows)
+        hop = hop_of(golds, shown, {int(row) for row in turn.rows})
         answers = {rewards.normalize_answer(gold) for gold in episode.question.golds}
         row = {
             "episode": credit.episode,
@@ -152,10 +152,10 @@ def _of_gold(gold: int | None, candidates: np.ndarray, p: np.ndarray, w: np.ndar
     return values | {"argmax_w_gold": int(is_gold[w.argmax()])}
 
 
-def _hop(golds: Sequence[int], shown: set[int], candidates: np.ndarray) -> int:
-    """Which gold passage (from 1) a turn is about, see `audit`; 0 without any."""
-    missing = [n for n, row in enumerate(golds, 1) if row not in shown] or list(range(1, len(golds) + 1))
-    found = [n for n in missing if golds[n - 1] >= 0 and (candidates == golds[n - 1]).any()]
+def hop_of(golds: Sequence, shown: Set, candidates: Set) -> int:
+    """Which gold passage (from 1) a turn is about, see `audit`; 0 without any. All are corpus rows (-1: none), or all are ids."""
+    missing = [n for n, gold in enumerate(golds, 1) if gold not in shown] or list(range(1, len(golds) + 1))
+    found = [n for n in missing if golds[n - 1] != -1 and golds[n - 1] in candidates]
     return next(iter(found or missing), 0)
 
 

@@ -88,6 +88,7 @@ def rollout_rows(
             "dataset": question.dataset,
             "question": question.question,
             "golds": list(question.golds),
+            "gold_passage_ids": list(question.gold_passage_ids),
             "sample": episode.sample,
             "reward": float(scores[i]),
             "reason": reasons[i],

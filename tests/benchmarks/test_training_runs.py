@@ -5,7 +5,7 @@ import json
 import numpy as np
 import outcomes
 import pytest
-import runs
+import training_runs as runs
 
 TRAIN = """
 import json, os, pathlib, sys
