@@ -165,9 +165,22 @@ def shares(jobs: int) -> list[list[int]]:
     return [cores[end - each - (job < rest) : end] for job, end in enumerate(ends)]
 
 
+def programs(root: Path) -> Path:
+    """Compiled programs, for all runs and scripts whose roots lie side by side."""
+    return root.parent / "jax_cache"
+
+
+def share_programs(root: Path) -> None:
+    """The same for this process."""
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(programs(root)))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
 def _environment(root: Path, threads: int) -> dict[str, str]:
     return {
-        "JAX_COMPILATION_CACHE_DIR": str(root.parent / "jax_cache"),
+        "JAX_COMPILATION_CACHE_DIR": str(programs(root)),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
         "OMP_NUM_THREADS": str(max(threads, 1)),
         **os.environ,

@@ -1,0 +1,265 @@
+"""Estimator fidelity: how near are `bridge` (one state) and `drop` to the two-state gradient of the policy, and why?
+
+    python benchmarks/fidelity.py             # an early and a late checkpoint of `bridge`, four gammas, three batches
+    python benchmarks/fidelity.py --quick
+
+At a checkpoint, on one batch of fresh training questions: rollouts, their document likelihoods, then both lower levels on those
+turns (eta_gamma and eta*, from the checkpoint's retriever, `--passes` times over the turns), then the three gradients of
+`objectives.two_state.policy_gradients` at the same theta, on the same rollouts. Cosine and relative error are against `two_state`.
+
+The landscape behind it, at the config's gamma: the retriever's losses along the line from eta* to eta_gamma, and J_RL and gamma times
+the pair of RAG terms along the policy's own step. Writes results/fidelity.json, fidelity_eta.png, fidelity_theta.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import ablation
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import plots
+import stats
+import training_runs as runs
+from machine import about
+
+from bridge_jax import config as configuration
+from bridge_jax.data.prompts import build_prompt
+from bridge_jax.data.stream import QuestionStream
+from bridge_jax.objectives import bilevel, rewards, two_state
+from bridge_jax.objectives.grpo import group_advantages
+from bridge_jax.objectives.rag import retriever_loss
+from bridge_jax.training import batch as batches
+from bridge_jax.training.credit_stage import Credited, CreditStage
+from bridge_jax.training.loop import training_mixture
+from bridge_jax.training.session import open_session
+from bridge_jax.training.state import Learner, step_config
+
+NAME = "fidelity"
+GAMMAS = (0.002, 0.02, 0.2, 2.0)
+EARLY = 5  # steps
+FRESH = 1000  # seed of the batches measured on: no run trains on these draws
+
+
+def main() -> None:
+    parser = runs.parser(__doc__, seeds=1)
+    parser.add_argument("--batches", type=int, default=3, help="batches of questions a checkpoint (default 3)")
+    passes = "passes of the lower level over the turns (default 1,20: as in training, and nearer to the minima)"
+    parser.add_argument("--passes", default="1,20", help=passes)
+    args = parser.parse_args()
+    root, shared = runs.root_of(args, ablation.NAME), ablation.base(args)
+    early = {**shared, "train.steps": 1 if args.quick else EARLY, "method.name": "bridge"}
+    wanted = {
+        "early": runs.seeded("bridge_early", args, early),
+        "late": ablation.runs_of("bridge", {"method.name": "bridge"}, args, shared),
+    }
+    runs.conclude(runs.execute([run for found in wanted.values() for run in found], root, args.jobs))
+    runs.share_programs(root)
+
+    gammas, passes = GAMMAS[:2] if args.quick else GAMMAS, [int(text) for text in args.passes.split(",")]
+    number = 1 if args.quick else args.batches
+    result = {"machine": about(), "config": args.config, "seeds": args.seeds, "batches": number, "checkpoints": {}}
+    for name, found in wanted.items():
+        points = [Point(run, root) for run in found]
+        of_point = [point.batch(i) for point in points for i in range(number)]
+        result["checkpoints"][name] = {
+            str(epochs): {str(gamma): fidelity(of_point, gamma, epochs) for gamma in gammas} for epochs in passes
+        }
+        if name == "late":
+            result["landscape"] = landscape(of_point[0], max(passes), args)
+    path = runs.save(NAME, result, args)
+    plot(result, path.parent)
+    print(json.dumps({key: value for key, value in result.items() if key != "landscape"}))
+
+
+class Point:
+    """A run's last checkpoint, opened for gradients."""
+
+    def __init__(self, run: runs.Run, root: Path):
+        overrides, _ = configuration.split_overrides(run.words())
+        config = configuration.load(runs.HOME / run.config, overrides)
+        session = open_session(config, root / run.name, "latest")
+        both = configuration.load(runs.HOME / run.config, [*overrides, "method.name=two_state"])
+        self.config, self.assets, self.step = both, session.assets, session.step
+        self.learner = Learner(both, session.assets)
+        self.frozen = bilevel.Frozen(session.assets.base_params, session.assets.encoder.params)
+        state = self.learner.init().replace(policy=session.policy_variables["params"], retriever=session.retriever_lora)
+        self.state = two_state.with_star(self.learner.modules, state)
+        self.credit = CreditStage(both, session.assets)
+        self._stream = QuestionStream(training_mixture(both), both.train.questions, FRESH)
+
+    def batch(self, number: int) -> Measured:
+        """Rollouts at the checkpoint, and what they are credited by: the first half of a training step."""
+        config, assets = self.config, self.assets
+        questions = self._stream.batch_at(number)
+        variables = self.learner.policy_variables(self.state)
+        episodes, _ = assets.engine.run(
+            variables,
+            questions,
+            prompts=[build_prompt(question, assets.tokenizer, config.rollout.prompt) for question in questions],
+            group_size=config.grpo.group_size,
+            key=jax.random.fold_in(jax.random.key(FRESH), number),
+            temperature=config.rollout.temperature,
+            retriever_lora=self.state.retriever,
+        )
+        scores = np.asarray(
+            [rewards.score_episode(e.answer, e.status, e.question.golds, any(turn.shown for turn in e.turns))[0] for e in episodes],
+            np.float32,
+        )
+        advantages = np.asarray(group_advantages(scores.reshape(-1, config.grpo.group_size), config.grpo.advantage)).reshape(-1)
+        credited, _ = self.credit(number, variables, episodes, scores, advantages)
+        longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+        rollouts = batches.pack_rollouts(episodes, advantages, np.ones(len(episodes), bool), longest)
+        return Measured(self, rollouts, credited, advantages, list(self.credit.scorer.batches(credited.requests)))
+
+
+@dataclasses.dataclass
+class Measured:
+    """One batch at one checkpoint."""
+
+    point: Point
+    rollouts: bilevel.Rollouts
+    credited: Credited
+    advantages: np.ndarray
+    scored: list
+
+    def settings(self, gamma: float) -> bilevel.StepConfig:
+        config = step_config(self.point.config)
+        return dataclasses.replace(config, retriever=dataclasses.replace(config.retriever, gamma=gamma))
+
+    def solved(self, gamma: float, epochs: int) -> bilevel.BridgeState:
+        """The state with eta_gamma and eta* after `epochs` passes over the turns."""
+        point = self.point
+        state, _ = two_state.solve_lower_level(
+            self.settings(gamma), point.learner.modules, point.frozen, point.state, self.credited.turns, epochs
+        )
+        return state
+
+
+def fidelity(measured: Sequence[Measured], gamma: float, epochs: int) -> dict:
+    """{"one_state", "drop": {"cosine", "relative_error"}, "pair_over_rl"}, each the mean, lowest and highest over batches."""
+    rows = []
+    for batch in measured:
+        point = batch.point
+        found = two_state.policy_gradients(
+            batch.settings(gamma), point.learner.modules, point.frozen, batch.solved(gamma, epochs), batch.rollouts,
+            batch.credited.turns, batch.credited.owners, batch.scored,
+        )  # fmt: skip
+        rows.append({name: compare(found[name], found["two_state"]) for name in ("one_state", "drop")})
+        pair = jax.tree.map(jnp.subtract, found["two_state"], found["one_state"])
+        rows[-1]["pair_over_rl"] = float(optax.tree.norm(pair) / optax.tree.norm(found["one_state"]))
+    result = {
+        name: {measure: stats.spread([row[name][measure] for row in rows]) for measure in ("cosine", "relative_error")}
+        for name in ("one_state", "drop")
+    }
+    return result | {"pair_over_rl": stats.spread([row["pair_over_rl"] for row in rows])}
+
+
+def compare(ours, reference) -> dict[str, float]:
+    norms = optax.tree.norm(ours) * optax.tree.norm(reference)
+    gap = jax.tree.map(jnp.subtract, ours, reference)
+    return {
+        "cosine": float(optax.tree.vdot(ours, reference) / norms),
+        "relative_error": float(optax.tree.norm(gap) / optax.tree.norm(reference)),
+    }
+
+
+def landscape(batch: Measured, epochs: int, args: argparse.Namespace) -> dict:
+    """{"eta": losses along eta* -> eta_gamma, "theta": J_RL and the pair along the policy's step}, at the config's gamma."""
+    point = batch.point
+    gamma = point.config.credit.gamma
+    settings, state = batch.settings(gamma), batch.solved(gamma, epochs)
+    losses = jax.jit(functools.partial(_lower_losses, settings, point))
+
+    at = np.linspace(-1, 2, 4 if args.quick else 13)
+    along_eta = {"at": at.tolist(), "L_RAG": [], "J_ret": []}
+    for s in at:
+        lora = _between(state.star, state.retriever, s)
+        rag, outcome = losses(lora, batch.credited.turns)
+        along_eta["L_RAG"].append(float(rag))
+        along_eta["J_ret"].append(float(outcome))
+
+    moved, _ = point.learner.policy_step(jax.tree.map(jnp.copy, state), batch.rollouts)
+    rows = jax.tree.map(lambda x: x[0], bilevel.split_rows(settings, batch.rollouts, 1))
+    gradient = jax.jit(functools.partial(bilevel.policy_gradient, settings, point.learner.modules))
+    at = np.linspace(-3, 3, 3 if args.quick else 9)
+    along_theta = {"at": at.tolist(), "J_RL": [], "L_RAG_gamma": [], "L_RAG_star": []}
+    for t in at:
+        policy = _between(state.policy, moved.policy, t)
+        turns = _scored_again(batch, policy)
+        along_theta["L_RAG_gamma"].append(float(losses(state.retriever, turns)[0]))
+        along_theta["L_RAG_star"].append(float(losses(state.star, turns)[0]))
+        sums = gradient(point.frozen.policy, policy, rows)[1]
+        along_theta["J_RL"].append(float(sums["loss"] / sums["denominator"]))
+    return {"gamma": gamma, "passes": epochs, "step": point.step, "eta": along_eta, "theta": along_theta}
+
+
+def _lower_losses(settings: bilevel.StepConfig, point: Point, lora, turns: bilevel.Turns) -> tuple[jax.Array, jax.Array]:
+    """(L_RAG, J_ret) of a retriever, means over turns."""
+    queries = point.assets.encoder.module.apply(
+        {"params": point.frozen.encoder, "lora": lora}, turns.query_tokens, turns.query_mask
+    )
+
+    def mean(**terms) -> jax.Array:
+        config = dataclasses.replace(settings.retriever, gamma=1.0, anchor=0.0, **terms)
+        total, count, _ = retriever_loss(
+            queries, turns.doc_vectors, turns.log_likelihood, turns.advantages, turns.mask, config, turns.doc_mask
+        )
+        return total / count
+
+    return mean(use_outcome=False, use_rag=True), mean(use_outcome=True, use_rag=False)
+
+
+def _scored_again(batch: Measured, policy) -> bilevel.Turns:
+    """The turns with the document likelihoods of another theta."""
+    point, credits = batch.point, batch.credited.credits
+    likelihoods: list[np.ndarray | None] = [None] * len(credits)
+    for u, values in zip(batch.credited.owners, point.credit.scorer({"params": policy}, batch.credited.requests), strict=True):
+        likelihoods[u] = values if likelihoods[u] is None else likelihoods[u] + values
+    credits = [dataclasses.replace(credit, likelihood=values) for credit, values in zip(credits, likelihoods)]
+    return batches.pack_turns(point.assets, credits, batch.advantages, batches.turn_rows(point.config))
+
+
+def _between(first, last, s: float):
+    return jax.tree.map(lambda a, b: a + s * (b - a), first, last)
+
+
+def plot(result: dict, folder: Path) -> None:
+    found = result["landscape"]
+    gamma, eta, theta = found["gamma"], found["eta"], found["theta"]
+    at = eta["at"]
+    penalised = [outcome + gamma * rag for outcome, rag in zip(eta["J_ret"], eta["L_RAG"])]
+    panels = {
+        "lower-level losses along eta* (0) to eta_gamma (1)": {
+            "L_RAG": (at, _from(eta["L_RAG"], at, 0)), f"J_ret + {gamma:g} L_RAG": (at, _from(penalised, at, 0)),
+        }
+    }  # fmt: skip
+    plots.lines(folder / f"{NAME}_eta.png", panels, "position on the line", "loss, above its value at eta*")
+    at = theta["at"]
+    pair = [gamma * (a - b) for a, b in zip(theta["L_RAG_gamma"], theta["L_RAG_star"])]
+    alone = [gamma * a for a in theta["L_RAG_gamma"]]
+    panels = {
+        "along the policy's step (1 = one step)": {
+            "J_RL": (at, _from(theta["J_RL"], at, 0)),
+            f"{gamma:g} x [L_RAG(eta_gamma) - L_RAG(eta*)], left out by bridge": (at, _from(pair, at, 0)),
+            f"{gamma:g} x L_RAG(eta_gamma), added by drop": (at, _from(alone, at, 0)),
+        }
+    }
+    plots.lines(folder / f"{NAME}_theta.png", panels, "steps", "loss, above its value at theta")
+
+
+def _from(values: Sequence[float], at: Sequence[float], where: float) -> list[float]:
+    """values less their value at the point nearest `where`."""
+    origin = values[int(np.argmin(np.abs(np.asarray(at) - where)))]
+    return [value - origin for value in values]
+
+
+if __name__ == "__main__":
+    main()
