@@ -7,8 +7,8 @@ At a checkpoint, on one batch of fresh training questions: rollouts, their docum
 turns (eta_gamma and eta*, from the checkpoint's retriever, `--passes` times over the turns), then the three gradients of
 `objectives.two_state.policy_gradients` at the same theta, on the same rollouts. Cosine and relative error are against `two_state`.
 
-The landscape behind it, at the config's gamma: the retriever's losses along the line from eta* to eta_gamma, and J_RL and gamma times
-the pair of RAG terms along the policy's own step. Writes results/fidelity.json, fidelity_eta.png, fidelity_theta.png.
+The landscape behind it, at the config's gamma: the retriever's losses along the line from eta* to eta_gamma, and J_RL and gamma
+times the pair of RAG terms along the policy's own step. Writes results/fidelity.json, fidelity_eta.png, fidelity_theta.png.
 """
 
 from __future__ import annotations

@@ -89,6 +89,7 @@ def execute(runs: Sequence[Run], root: Path, jobs: int = 1, say: Callable[[str],
     cores = shares(jobs)
     active: dict[int, _Job] = {}
     progress, failures = _Progress(waiting, root), []
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated; the same command goes on"))
     try:
         while waiting or active:
             for slot in range(jobs):
@@ -107,6 +108,7 @@ def execute(runs: Sequence[Run], root: Path, jobs: int = 1, say: Callable[[str],
     finally:
         for job in active.values():
             job.stop()
+        signal.signal(signal.SIGTERM, before)
     return failures
 
 
@@ -146,8 +148,8 @@ class _Job:
         return _mark_finished(self.run, self.root, time.monotonic() - self._begin)
 
     def stop(self) -> None:
-        """As Ctrl-C would; the run can go on later."""
-        self._process.send_signal(signal.SIGINT)
+        """The run can go on later, from its last whole checkpoint."""
+        self._process.terminate()
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:

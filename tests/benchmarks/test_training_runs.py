@@ -1,6 +1,9 @@
 """The runner with stand-ins for training: what is run, what is not run again, what a failure costs, and what is read back."""
 
 import json
+import os
+import signal
+import threading
 
 import numpy as np
 import outcomes
@@ -82,6 +85,22 @@ def test_another_run_in_the_folder_is_refused(tmp_path):
     runs.execute([made("a/seed0")], tmp_path, say=list)
     with pytest.raises(SystemExit, match=r"holds another run .*credit\.tau=0\.5"):
         runs.finished(made("a/seed0", **{"credit.tau": 0.5}), tmp_path)
+
+
+def test_stopped_itself_it_stops_its_runs(tmp_path):
+    class Sleeping(StandIn):
+        def commands(self, workdir):
+            workdir.mkdir(parents=True)
+            note = f"import os, time; open({str(workdir / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+            return [["-c", note]]
+
+    timer = threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    with pytest.raises(SystemExit, match="terminated"):
+        runs.execute([Sleeping("a/seed0", "configs/mini.py", {"train.steps": 1})], tmp_path, say=list)
+    pid = int((tmp_path / "a/seed0/pid").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_cores_are_dealt_out_without_overlap(monkeypatch):

@@ -1,0 +1,105 @@
+"""What the benchmark scripts make of finished runs, on runs made by hand."""
+
+import ablation
+import first_hop
+import method_cost
+import numpy as np
+import pytest
+import training_runs as runs
+
+SETS = ("one_hop", "two_hop")
+
+
+class Stub:
+    """A finished run: `right` of 10 questions a set at its end, fewer on the way; a step takes `seconds`."""
+
+    def __init__(self, right, seconds, steps=4):
+        self.run = runs.Run("stub/seed0", "configs/mini.py", {"train.steps": steps})
+        self.step_seconds = np.full(steps, float(seconds))
+        count = {"count/policy_updates": 1, "count/retriever_updates": 1, "count/rollouts": 8}
+        self.metrics = [{"step": n, **{name: n * value for name, value in count.items()}} for n in range(1, steps + 1)]
+        self.final = self._evaluation(steps, right, 10)
+        self._right, self._steps = right, steps
+
+    def _evaluation(self, step, right, questions):
+        rows = [{"id": f"q{i}", "em": float(i < right), "recall@3": 0.5} for i in range(questions)]
+        return {"step": step, "predictions": dict.fromkeys(SETS, rows)}
+
+    def on_the_way(self):
+        return list(range(0, self._steps + 1, 2))
+
+    def at(self, step):
+        return self._evaluation(step, self._right - (self._steps - step), 5)
+
+    def seconds(self, step):
+        return float(self.step_seconds[:step].sum())
+
+
+@pytest.fixture
+def rows():
+    made = {"bridge": (8, 3.0), "vt_search": (4, 1.0), "two_state": (8, 6.0)}
+    return {name: ablation.Row(name, {"method.name": name}, [Stub(*of)] * 2) for name, of in made.items()}
+
+
+def test_a_row_has_the_keys_that_others_rely_on(rows):
+    row = ablation.line(rows["vt_search"].finals, rows, rows["vt_search"].outcomes)
+    assert row["multi_hop_em"] == row["overall_em"] == 0.4
+    assert row["low"] < 0.4 < row["high"]
+    assert row["minus_bridge"]["multi_hop"]["mean"] == pytest.approx(-0.4)
+    assert row["minus_vt_search"]["overall"]["mean"] == 0.0
+    assert row["seconds"]["mean"] == 4.0 and row["rollouts"] == 32
+
+
+def test_a_dearer_row_is_read_at_the_first_evaluation_after_the_budget(rows):
+    outcome = rows["two_state"].outcomes[0]
+    assert ablation.crossing(outcome, 12.0) == 2
+    assert ablation.crossing(outcome, 13.0) == 4
+    assert ablation.crossing(outcome, 999.0) == 4
+    early = ablation.line([outcome.at(2)] * 2, rows, rows["two_state"].outcomes)
+    assert early["questions"] == {"one_hop": 5, "two_hop": 5}
+    assert early["minus_bridge"]["overall"]["mean"] == 0.0  # 5 of 5 here, and bridge is right on these five as well
+    assert early["seconds"]["mean"] == 12.0
+
+
+def test_a_cheaper_row_goes_on_for_the_seconds_that_are_left(rows):
+    run = ablation._longer(rows["vt_search"].outcomes[0], 12.5)
+    assert run.overrides["train.steps"] == 13 and run.name == "stub/seed0"
+
+
+def test_the_curve_is_over_the_evaluations_on_the_way(rows):
+    found = ablation.curve(rows["bridge"])
+    assert found["steps"] == [0, 2, 4] and found["seconds"] == [0.0, 6.0, 12.0]
+    assert found["multi_hop"] == [0.8, 1.0, 1.0]
+
+
+def test_first_hop_shares_the_runs_of_the_ablation():
+    args = runs.parser("", seeds=1).parse_args([])
+    known = ablation.known_rows(args)
+    shared = {"paper": "bridge", "mask": "bridge_mask", "next_action": "bridge_next_action", "paper_anchor": "bridge_anchor"}
+    for variant, row in shared.items():
+        [ours] = first_hop.runs_of("mixed", variant, args)
+        [theirs] = ablation.runs_of(row, known[row], args, ablation.base(args))
+        assert (ours.name, ours.words()) == (theirs.name, theirs.words())
+
+
+def test_recall_by_hop():
+    def row(*found):
+        return {"gold_passage_ids": ["a", "b"], "turns": [{"ids": list(ids)} for ids in found]}
+
+    evaluation = {"predictions": {"two_hop": [row("axyz"), row("xyzb", "ab"), row()], "one_hop": [row("ab")]}}
+    found = first_hop.by_hop([evaluation])
+    assert found["hop1"]["two_hop"].tolist() == [[1.0, 1.0, 0.0]]
+    assert found["hop2"]["two_hop"].tolist() == [[0.0, 1.0, 0.0]]
+    assert list(found["hop1"]) == ["two_hop"]
+
+
+def test_cost_ratios():
+    def process(step, update, compiled):
+        times = {"time/step": [step, step], "time/score": [update, update], "time/policy": [1.0, 1.0]}
+        return times | {"compiled_bytes": compiled, "measured_bytes": 2 * compiled, "programs": {"policy": compiled}}
+
+    vt = {"time/step": [4.0, 4.0], "time/policy": [1.0, 1.0], "compiled_bytes": 1, "measured_bytes": 1, "programs": {}}
+    found = method_cost.compared({"bridge": [process(5.0, 1.0, 40)], "two_state": [process(9.0, 4.0, 100)], "vt_search": [vt]})
+    assert found["bridge_over_vt_search"] == 1.25
+    assert found["one_state_time_saving"] == pytest.approx(0.6)
+    assert found["one_state_memory_saving"] == pytest.approx(0.6)
