@@ -278,8 +278,8 @@ class Qwen2(nn.Module):
         x = RMSNorm(c.rms_norm_eps, name="norm")(x)
         if output == "block":
             return KVBlock(*kept, columns)
-        head = None if c.tie_embeddings else _Head((c.hidden_size, c.vocab_size), name="lm_head")()
         if output == "logits":
+            head = None if c.tie_embeddings else _Head((c.hidden_size, c.vocab_size), name="lm_head")()
             x = _project(x, embed.embedding, head)
         return x if private is None else (x, KVBlock(new_k, new_v, columns))
 
