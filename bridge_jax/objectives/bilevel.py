@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from bridge_jax.mesh import BATCH, constrain
 from bridge_jax.objectives.grpo import GRPOConfig, policy_loss
 from bridge_jax.objectives.logprobs import sequence_logps
+from bridge_jax.objectives.ppo import PPOConfig
 from bridge_jax.objectives.rag import RetrieverLossConfig, retriever_loss
 
 
@@ -45,6 +46,7 @@ class StepConfig:
     minibatch, microbatch: rollout rows per optimiser step, and per forward/backward inside it. epochs: passes over the rows.
     retriever: its loss, or None for no retriever update in this step. turn_minibatch, turn_epochs: likewise for turns.
     chunk: tokens unembedded at once.
+    ppo: `ppo_step.policy_step` takes the place of `policy_step`, with a critic in the state.
     """
 
     grpo: GRPOConfig
@@ -58,6 +60,8 @@ class StepConfig:
     retriever_optimizer: OptimizerConfig = OptimizerConfig(lr=1e-4, warmup=20)
     turn_minibatch: int = 64
     turn_epochs: int = 1
+    ppo: PPOConfig | None = None
+    critic_optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
 
     def __post_init__(self):
         if self.trainable not in ("full", "lora"):
@@ -76,6 +80,7 @@ class Rollouts(flax.struct.PyTreeNode):
     old_logps: jax.Array  # [B, T] float32: the sampler's, at masked tokens
     advantages: jax.Array  # [B] or [B, T] float32
     ref_logps: jax.Array | None = None  # [B, T] float32; None: computed here from the frozen parameters
+    rewards: jax.Array | None = None  # [B] float32: the outcomes, which PPO makes its own advantages of
 
 
 class Turns(flax.struct.PyTreeNode):
@@ -104,6 +109,8 @@ class BridgeState(flax.struct.PyTreeNode):
     retriever: Any  # the penalised query-tower LoRA, eta_gamma
     retriever_opt: Any
     rng: jax.Array  # the run's key; a step uses fold_in(rng, step)
+    critic: Any = None  # `models.value`'s tree, with PPO only
+    critic_opt: Any = None
 
 
 class Frozen(flax.struct.PyTreeNode):
@@ -115,12 +122,13 @@ class Frozen(flax.struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class Modules:
-    """The static parts: `policy` (models.qwen2.Qwen2), `encoder` (the module of an e5.Encoder), and the two optimisers."""
+    """The static parts: `policy` (models.qwen2.Qwen2), `encoder` (the module of an e5.Encoder), and the optimisers."""
 
     policy: Any
     encoder: Any
     policy_optimizer: optax.GradientTransformation
     retriever_optimizer: optax.GradientTransformation
+    critic_optimizer: optax.GradientTransformation
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -132,16 +140,16 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(config.clip), optax.adamw(rate, weight_decay=config.weight_decay))
 
 
-def make_optimizers(config: StepConfig) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
-    """(policy, retriever)."""
-    return make_optimizer(config.policy_optimizer), make_optimizer(config.retriever_optimizer)
+def make_optimizers(config: StepConfig) -> tuple[optax.GradientTransformation, ...]:
+    """(policy, retriever, critic)."""
+    return tuple(make_optimizer(c) for c in (config.policy_optimizer, config.retriever_optimizer, config.critic_optimizer))
 
 
-def init_state(modules: Modules, policy, retriever, rng: jax.Array) -> BridgeState:
-    """A state at step 0 from the trainable tree of the policy and the retriever's LoRA."""
-    return BridgeState(
-        jnp.int32(0), policy, modules.policy_optimizer.init(policy), retriever, modules.retriever_optimizer.init(retriever), rng
-    )
+def init_state(modules: Modules, policy, retriever, rng: jax.Array, critic=None) -> BridgeState:
+    """A state at step 0 from the trainable tree of the policy, the retriever's LoRA and, with PPO, the critic."""
+    critic_opt = None if critic is None else modules.critic_optimizer.init(critic)
+    policy_opt, retriever_opt = modules.policy_optimizer.init(policy), modules.retriever_optimizer.init(retriever)
+    return BridgeState(jnp.int32(0), policy, policy_opt, retriever, retriever_opt, rng, critic, critic_opt)
 
 
 def guarded_update(optimizer: optax.GradientTransformation, gradient, opt_state, params, wanted: jax.Array):

@@ -1,11 +1,13 @@
-"""The BRIDGE step on four devices equals the step on one. Its own process: devices are made at start."""
+"""The BRIDGE step, and the policy's half with PPO, on four devices equal those on one. Own processes: devices are made at start."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = """
+import pytest
+
+BRIDGE = """
 import jax
 import numpy as np
 from bridge_jax.mesh import batch_sharding, make_mesh, shard_tree
@@ -35,12 +37,41 @@ print("equal")
 """
 
 
-def test_four_devices_equal_one():
+PPO = """
+import functools
+import jax
+import numpy as np
+from bridge_jax.mesh import batch_sharding, make_mesh, shard_tree
+from bridge_jax.objectives import ppo_step
+from bridge_jax.objectives.bilevel import Frozen, Modules, init_state, make_optimizers
+from test_ppo_step import CONFIG, world
+
+modules, frozen, fresh, rollouts = world()
+step = lambda modules: jax.jit(functools.partial(ppo_step.policy_step, CONFIG, modules))
+alone, metrics_alone = step(modules)(frozen, fresh(), rollouts)
+
+mesh = make_mesh(data=1, fsdp=2, tensor=2)
+sharded = Modules(modules.policy.clone(mesh=mesh), modules.encoder, *make_optimizers(CONFIG))
+frozen = Frozen(shard_tree(mesh, frozen.policy), frozen.encoder)
+state = fresh()
+trees = (shard_tree(mesh, tree) for tree in (state.policy, state.retriever))
+state = init_state(sharded, *trees, state.rng, shard_tree(mesh, state.critic))
+state, metrics = step(sharded)(frozen, state, jax.device_put(rollouts, batch_sharding(mesh)))
+for name in metrics_alone:
+    np.testing.assert_allclose(metrics[name], metrics_alone[name], rtol=1e-3, atol=3e-5, err_msg=name)
+for one, four in zip(jax.tree.leaves((alone.policy, alone.critic)), jax.tree.leaves((state.policy, state.critic))):
+    assert np.median(np.abs(np.asarray(one) - np.asarray(four))) < 1e-5
+print("equal")
+"""
+
+
+@pytest.mark.parametrize("script", [BRIDGE, PPO], ids=["bridge", "ppo"])
+def test_four_devices_equal_one(script):
     here = Path(__file__).parent
     env = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])]),
     }
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=600)
     assert done.stdout.strip().endswith("equal"), done.stderr[-3000:]
