@@ -38,6 +38,7 @@ def default() -> ConfigDict:
     c.policy.model = "Qwen/Qwen2.5-3B-Instruct"  # hub id, folder, or a pocket model's name
     c.policy.warmstart = ""  # "" = start from the model; "auto" = <workdir>/warmstart; or a folder
     c.policy.trainable = "full"  # full | lora
+    c.policy.algorithm = "grpo"  # grpo | ppo (with a frozen retriever: search_r1, vt_search)
     c.policy.lora_rank = 32
     c.policy.lora_alpha = 64.0
     c.policy.lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -95,6 +96,14 @@ def default() -> ConfigDict:
     c.grpo.warmup_steps = 10
     c.grpo.weight_decay = 0.01
     c.grpo.grad_clip = 1.0
+
+    c.ppo = ConfigDict()  # Search-R1's; clips, minibatches, decay and the policy's rate are grpo's, whose kl_coef is not read
+    c.ppo.critic_lr = 1e-5
+    c.ppo.critic_warmup_steps = 15  # updates: 0.015 of Search-R1's 1005 steps
+    c.ppo.gae_lambda = 1.0
+    c.ppo.discount = 1.0
+    c.ppo.kl_coef = 1e-3  # of the KL to the reference in each token's reward
+    c.ppo.value_clip = 0.5
 
     c.credit = ConfigDict()
     c.credit.tau = 1.0
@@ -275,6 +284,7 @@ def _nearest(name: str, known) -> str:
 _CHOICES = {
     "method.name": METHODS,
     "policy.trainable": ("full", "lora"),
+    "policy.algorithm": ("grpo", "ppo"),
     "policy.compute_dtype": ("float32", "bfloat16"),
     "index.kind": ("auto", "scann", "exact"),
     "grpo.advantage": ("grpo", "dr_grpo"),
@@ -348,9 +358,21 @@ def validate(config: ConfigDict) -> None:
         raise UserError(
             f"config.data.weights={tuple(config.data.weights)!r}: must be numbers above 0, one a source of config.data.train"
         )
-    if config.credit.tau <= 0:
-        raise UserError(f"config.credit.tau={config.credit.tau!r}: must be above 0")
+    for name in ("credit.tau", "ppo.value_clip"):
+        if given[name] <= 0:
+            raise UserError(f"config.{name}={given[name]!r}: must be above 0")
+    for name in ("ppo.gae_lambda", "ppo.discount"):
+        if given[name] > 1:
+            raise UserError(f"config.{name}={given[name]!r}: must be at most 1")
     method = methods.method_of(config)
+    if config.policy.algorithm == "ppo" and method.trains_retriever:
+        frozen = ", ".join(name for name, other in methods.METHODS.items() if not other.trains_retriever)
+        raise UserError(
+            f"config.policy.algorithm=ppo: method {config.method.name} trains the retriever, whose credit is GRPO's advantage: use "
+            f"--config.policy.algorithm=grpo, or a method that leaves the retriever alone ({frozen})"
+        )
+    if config.policy.algorithm == "ppo" and config.grpo.filter_zero_advantage:
+        raise UserError("config.grpo.filter_zero_advantage=True: PPO learns from every rollout: set it to False, or use grpo")
     if method.use_rag and not method.use_outcome and config.credit.gamma == 0:
         raise UserError(
             f"config.credit.gamma=0: method {config.method.name} trains the retriever by gamma L_RAG alone: give one above 0"

@@ -48,6 +48,9 @@ def test_overrides_take_the_field_type():
         ("data.weights=1,2", ("data.weights", "1 sources")),
         ("rollout.candidates=2", ("rollout.candidates", "rollout.shown")),
         ("grpo.microbatch=5", ("grpo.microbatch", "divide")),
+        ("policy.algorithm=ppo", ("policy.algorithm", "method bridge", "search_r1")),
+        ("ppo.discount=1.5", ("ppo.discount", "at most 1")),
+        ("ppo.value_clip=0", ("ppo.value_clip", "above 0")),
         ("credit=1", ("credit",)),
     ],
 )
@@ -61,6 +64,13 @@ def test_mistakes_name_the_field(override, words):
 def test_masking_and_crediting_the_same_turns_is_refused():
     with pytest.raises(UserError, match=r"credit\.target='both'.*credit\.first_hop"):
         configuration.load(POCKET, ["credit.target=both", "credit.first_hop=mask"])
+
+
+def test_ppo_has_no_groups_to_filter():
+    ppo = ["method.name=vt_search", "policy.algorithm=ppo"]
+    assert configuration.load(POCKET, ppo).policy.algorithm == "ppo"
+    with pytest.raises(UserError, match=re.escape("grpo.filter_zero_advantage")):
+        configuration.load(POCKET, [*ppo, "grpo.filter_zero_advantage=true"])
 
 
 def test_missing_and_broken_files(tmp_path):

@@ -24,11 +24,13 @@ def rollout_length(longest: int, limit: int) -> int:
     return -(-longest // step) * step
 
 
-def pack_rollouts(episodes: Sequence[Episode], advantages: np.ndarray, trained: np.ndarray, limit: int) -> Rollouts:
+def pack_rollouts(
+    episodes: Sequence[Episode], rewards: np.ndarray, advantages: np.ndarray, trained: np.ndarray, limit: int
+) -> Rollouts:
     """B rollouts as rows [B, T]: prompt, then everything that followed.
 
     Args:
-      advantages: [B] float32. trained: [B] bool, False for rows that count nowhere (environment faults, filtered groups).
+      rewards, advantages: [B] float32. trained: [B] bool, False for rows that count nowhere (environment faults, filtered groups).
       limit: the longest row there can be, in tokens.
     """
     B = len(episodes)
@@ -45,7 +47,8 @@ def pack_rollouts(episodes: Sequence[Episode], advantages: np.ndarray, trained: 
         mask[b, start:end] = episode.generated & trained[b]
         logps[b, start:end] = episode.logps
     positions = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
-    return Rollouts(tokens, positions, segments, mask, logps, np.asarray(advantages, np.float32))
+    advantages, rewards = np.asarray(advantages, np.float32), np.asarray(rewards, np.float32)
+    return Rollouts(tokens, positions, segments, mask, logps, advantages, rewards=rewards)
 
 
 def choose_turns(episodes: Sequence[Episode], limit: int, seed: int, step: int) -> list[tuple[int, int]]:

@@ -1,7 +1,8 @@
 """Orbax checkpoints of a run: the latest ones for resuming, the best one by evaluation.
 
-Items are separate, so that a tool can read one without the others: `policy`, `retriever`, `optimiser`, `position` (what the run
-needs besides arrays) and `metadata` (the fingerprint that a restore compares first). Frozen weights are never saved.
+Items are separate, so that a tool can read one without the others: `policy`, `retriever`, `optimiser`, `critic` (with PPO),
+`position` (what the run needs besides arrays) and `metadata` (the fingerprint that a restore compares first). Frozen weights are
+never saved.
 """
 
 from __future__ import annotations
@@ -24,6 +25,16 @@ def _first_line(error: Exception) -> str:
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return str(error).split("\n")[0][:200]
+
+
+def _items(state: BridgeState) -> dict[str, dict]:
+    """Item name -> its arrays."""
+    optimisers = {"policy": state.policy_opt, "retriever": state.retriever_opt}
+    items = {"policy": state.policy, "retriever": state.retriever, "optimiser": optimisers}
+    if state.critic is not None:
+        items["critic"] = state.critic
+        optimisers["critic"] = state.critic_opt
+    return items
 
 
 class Checkpoints:
@@ -65,9 +76,7 @@ class Checkpoints:
         self._manager.save(
             step,
             args=ocp.args.Composite(
-                policy=ocp.args.StandardSave(state.policy),
-                retriever=ocp.args.StandardSave(state.retriever),
-                optimiser=ocp.args.StandardSave({"policy": state.policy_opt, "retriever": state.retriever_opt}),
+                **{name: ocp.args.StandardSave(tree) for name, tree in _items(state).items()},
                 position=ocp.args.JsonSave({"step": step}),
                 metadata=ocp.args.JsonSave(self.fingerprint),
             ),
@@ -95,9 +104,7 @@ class Checkpoints:
             items = self._manager.restore(
                 step,
                 args=ocp.args.Composite(
-                    policy=ocp.args.StandardRestore(abstract.policy),
-                    retriever=ocp.args.StandardRestore(abstract.retriever),
-                    optimiser=ocp.args.StandardRestore({"policy": abstract.policy_opt, "retriever": abstract.retriever_opt}),
+                    **{name: ocp.args.StandardRestore(tree) for name, tree in _items(abstract).items()},
                     position=ocp.args.JsonRestore(),
                 ),
             )
@@ -111,6 +118,8 @@ class Checkpoints:
             policy_opt=items["optimiser"]["policy"],
             retriever=items["retriever"],
             retriever_opt=items["optimiser"]["retriever"],
+            critic=None if like.critic is None else items["critic"],
+            critic_opt=None if like.critic is None else items["optimiser"]["critic"],
         )
 
     def wait(self) -> None:

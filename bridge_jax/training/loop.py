@@ -186,7 +186,7 @@ class Loop:
             trained = valid.copy()
             if config.grpo.filter_zero_advantage:
                 trained &= np.asarray(informative_groups(groups, valid))[:, None]
-            rollouts = batches.pack_rollouts(episodes, advantages, trained.reshape(-1), self._longest)
+            rollouts = batches.pack_rollouts(episodes, scores, advantages, trained.reshape(-1), self._longest)
             state, learned = learner.policy_step(state, rollouts)
             metrics |= {name: float(value) for name, value in learned.items()}
             clock.lap("policy")
@@ -217,11 +217,11 @@ class Loop:
         if self._skipped >= self.config.train.max_skipped_updates:
             raise UserError(
                 f"step {step}: non-finite gradients in {self._skipped} steps in a row; the newest checkpoint is good: lower "
-                "config.grpo.lr or config.credit.lr and go on in a copy of this workdir"
+                "config.grpo.lr, config.credit.lr or config.ppo.critic_lr and go on in a copy of this workdir"
             )
 
     def _count_skipped(self, row: dict) -> None:
-        skipped = (row.get("policy/skipped_updates") or 0.0) + (row.get("retriever/skipped_updates") or 0.0)
+        skipped = sum(row.get(f"{part}/skipped_updates") or 0.0 for part in ("policy", "retriever", "ppo"))
         self._skipped = self._skipped + 1 if skipped else 0
 
 

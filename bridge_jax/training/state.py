@@ -10,8 +10,10 @@ from ml_collections import ConfigDict
 
 from bridge_jax.mesh import shard_tree
 from bridge_jax.models.lora import init_lora
-from bridge_jax.objectives import bilevel
+from bridge_jax.models.value import init_critic
+from bridge_jax.objectives import bilevel, ppo_step
 from bridge_jax.objectives.grpo import GRPOConfig
+from bridge_jax.objectives.ppo import PPOConfig
 from bridge_jax.objectives.rag import RetrieverLossConfig
 from bridge_jax.training import batch as batches
 from bridge_jax.training.assets import Assets, policy_lora, retriever_lora
@@ -24,7 +26,7 @@ def grpo_config(config: ConfigDict) -> GRPOConfig:
         clip_low=g.clip_low,
         clip_high=g.clip_high,
         dual_clip=g.dual_clip or None,  # 0 = off
-        kl_coef=g.kl_coef,
+        kl_coef=0.0 if _ppo(config) else g.kl_coef,
         aggregation=g.aggregation,
         normaliser=float(config.rollout.max_response_tokens),
     )
@@ -45,9 +47,18 @@ def retriever_loss_config(config: ConfigDict) -> RetrieverLossConfig | None:
     )
 
 
+def ppo_config(config: ConfigDict) -> PPOConfig | None:
+    p = config.ppo
+    return PPOConfig(p.gae_lambda, p.discount, p.kl_coef, p.value_clip) if _ppo(config) else None
+
+
+def _ppo(config: ConfigDict) -> bool:
+    return config.policy.algorithm == "ppo"
+
+
 def step_config(config: ConfigDict) -> bilevel.StepConfig:
     """The settings of a step that also updates the retriever (where the method does)."""
-    g, c = config.grpo, config.credit
+    g, c, p = config.grpo, config.credit, config.ppo
     return bilevel.StepConfig(
         grpo=grpo_config(config),
         policy_optimizer=bilevel.OptimizerConfig(g.lr, g.weight_decay, g.grad_clip, g.warmup_steps),
@@ -58,6 +69,8 @@ def step_config(config: ConfigDict) -> bilevel.StepConfig:
         retriever_optimizer=bilevel.OptimizerConfig(c.lr, c.weight_decay, c.grad_clip, c.warmup_steps),
         turn_minibatch=c.minibatch,
         turn_epochs=c.epochs,
+        ppo=ppo_config(config),
+        critic_optimizer=bilevel.OptimizerConfig(p.critic_lr, g.weight_decay, g.grad_clip, p.critic_warmup_steps),
     )
 
 
@@ -70,7 +83,8 @@ class Learner:
         self.modules = bilevel.Modules(assets.policy, assets.encoder.module, *bilevel.make_optimizers(settings))
         self._frozen = bilevel.Frozen(_reference(config, assets), assets.encoder.params)
         self._retriever = jax.jit(functools.partial(bilevel.retriever_step, settings, self.modules), donate_argnums=1)
-        self._policy = jax.jit(functools.partial(bilevel.policy_step, settings, self.modules), donate_argnums=1)
+        policy_step = ppo_step.policy_step if _ppo(config) else bilevel.policy_step
+        self._policy = jax.jit(functools.partial(policy_step, settings, self.modules), donate_argnums=1)
         self._publish = jax.jit(functools.partial(_in_compute_dtype, dtype=assets.policy.dtype))
 
     @property
@@ -78,7 +92,7 @@ class Learner:
         return method_of(self.config).trains_retriever
 
     def init(self) -> bilevel.BridgeState:
-        """The state before the first step: the policy as loaded (or B = 0), the retriever's LoRA with B = 0."""
+        """The state before the first step: the policy as loaded (or B = 0), the retriever's LoRA with B = 0; PPO's critic."""
         key = jax.random.key(self.config.train.seed)
         assets = self.assets
         if self.config.policy.trainable == "full":
@@ -87,7 +101,12 @@ class Learner:
             adapter = init_lora(jax.random.fold_in(key, 1), assets.base_params, policy_lora(self.config))
             policy = shard_tree(assets.mesh, adapter)
         retriever = init_lora(jax.random.fold_in(key, 2), assets.encoder.params, retriever_lora(self.config))
-        return bilevel.init_state(self.modules, policy, shard_tree(assets.mesh, retriever), jax.random.fold_in(key, 3))
+        critic = None
+        if _ppo(self.config):
+            adapter = policy_lora(self.config) if self.config.policy.trainable == "lora" else None
+            critic = shard_tree(assets.mesh, init_critic(jax.random.fold_in(key, 4), assets.base_params, adapter))
+        retriever = shard_tree(assets.mesh, retriever)
+        return bilevel.init_state(self.modules, policy, retriever, jax.random.fold_in(key, 3), critic)
 
     def retriever_step(self, state: bilevel.BridgeState, turns: bilevel.Turns):
         """-> (state, metrics)"""
@@ -115,7 +134,7 @@ def _reference(config: ConfigDict, assets: Assets):
     """Frozen policy weights a step reads: the base under the LoRA (also the reference), or a compute-dtype copy for the KL term."""
     if config.policy.trainable == "lora":
         return assets.base_params
-    if config.grpo.kl_coef == 0:
+    if (config.ppo.kl_coef if _ppo(config) else config.grpo.kl_coef) == 0:
         return None
     return jax.jit(functools.partial(_in_compute_dtype, dtype=assets.policy.dtype))(assets.base_params)
 
@@ -140,4 +159,5 @@ def fingerprint(config: ConfigDict, assets: Assets) -> dict[str, object]:
         "encoder": assets.encoder.fingerprint[:16],
         "retriever_lora": f"{config.retriever.lora_rank} {config.retriever.lora_alpha}",
         "method": config.method.name,
+        "algorithm": config.policy.algorithm,
     }
