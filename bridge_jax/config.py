@@ -7,10 +7,8 @@ scale (paper, project page, and the published recipes of VT-Search and Search-R1
 
 from __future__ import annotations
 
-import ast
 import difflib
 import importlib.util
-import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -19,7 +17,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from bridge_jax.errors import UserError
-from bridge_jax.files import write_text
+from bridge_jax.overrides import parse_value, split_overrides
 from bridge_jax.training import methods
 
 log = logging.getLogger(__name__)
@@ -173,22 +171,6 @@ def parse_args(parser, argv: Sequence[str] | None = None):
     return args, load(args.config, overrides)
 
 
-def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """-> (overrides "group.field=value", the other arguments). Taken out before argparse, which trips over values with spaces."""
-    overrides, rest, words = [], [], iter(argv)
-    for word in words:
-        if not word.startswith("--config."):
-            rest.append(word)
-        elif "=" in word:
-            overrides.append(word.removeprefix("--config."))
-        else:
-            value = next(words, None)
-            if value is None:
-                raise UserError(f"{word} has no value: write {word}=VALUE")
-            overrides.append(f"{word.removeprefix('--config.')}={value}")
-    return overrides, rest
-
-
 def load(path: str | Path, overrides: Sequence[str] = ()) -> ConfigDict:
     """Run `get_config()` of the file, apply what the method implies, then `group.field=value` overrides; validate, lock.
 
@@ -249,31 +231,11 @@ def _set(config: ConfigDict, name: str, text: str) -> None:
     if name not in known:
         raise UserError(f"config has no field {name!r}; {_nearest(name, known)}")
     group, field = name.split(".")
-    value = _parse(name, text, known[name])
+    value = parse_value(text, known[name])
     try:
         config[group][field] = value
     except TypeError as error:
         raise UserError(f"config.{name}={text}: must be {type(known[name]).__name__}, such as {known[name]!r}") from error
-
-
-def _parse(name: str, text: str, like: object) -> object:
-    if isinstance(like, str):
-        return text
-    if isinstance(like, tuple) and not text.startswith(("(", "[")):
-        return tuple(_scalar(part.strip()) for part in text.split(",") if part.strip())
-    value = _scalar(text)
-    if isinstance(like, bool) and isinstance(value, str) and value.lower() in ("true", "false"):
-        value = value.lower() == "true"
-    if isinstance(like, tuple) and isinstance(value, list | tuple):
-        return tuple(value)
-    return float(value) if isinstance(like, float) and type(value) is int else value
-
-
-def _scalar(text: str) -> object:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def _nearest(name: str, known) -> str:
@@ -406,33 +368,3 @@ def validate(config: ConfigDict) -> None:
             f"config.warmstart.microbatch={config.warmstart.microbatch}: must divide "
             f"config.warmstart.batch={config.warmstart.batch}"
         )
-
-
-def claim_workdir(
-    config: ConfigDict, workdir: Path, name: str = "config.json", may_change: Sequence[str] = (), write: bool = True
-) -> None:
-    """Write `<workdir>/<name>`, or compare with the one there: a run folder belongs to one configuration.
-
-    Args:
-      may_change: fields that a rerun may change (`train.steps`: train longer).
-      write: False only compares.
-
-    Raises:
-      UserError: the folder was made by another configuration; names the first differing fields. Nothing is written.
-    """
-    path = Path(workdir) / name
-    if Path(workdir).exists() and not Path(workdir).is_dir():
-        raise UserError(f"{workdir} is a file: give a folder as --workdir")
-    resolved = {key: list(value) if isinstance(value, tuple | list) else value for key, value in flatten(config).items()}
-    if path.exists():
-        try:
-            old = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{path} is not readable JSON ({error}): use another --workdir") from error
-        differ = [k for k in sorted(resolved.keys() | old.keys()) if resolved.get(k) != old.get(k) and k not in may_change]
-        if differ:
-            shown = "; ".join(f"{k} was {old.get(k)!r}, now {resolved.get(k)!r}" for k in differ[:3])
-            raise UserError(f"{workdir} belongs to another configuration ({shown}): use another --workdir, or delete this one")
-    if not write:
-        return
-    write_text(path, json.dumps(resolved, indent=1, sort_keys=True) + "\n")

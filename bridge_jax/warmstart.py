@@ -28,7 +28,7 @@ from bridge_jax.retrieval.retriever import RetrievalFault
 from bridge_jax.training import sft
 from bridge_jax.training.assets import Assets, load_assets
 from bridge_jax.training.traces import Trace, TraceBuilder, trace_row
-from bridge_jax.training.workdir import exclusive
+from bridge_jax.training.workdir import claim_workdir, exclusive
 
 HELD_OUT = 20  # traces kept out of training, to see that it generalises
 # What the warm start depends on; a rerun may change everything else.
@@ -98,7 +98,7 @@ def _train(
 def claim(config: ConfigDict, workdir: Path, write: bool = True) -> None:
     """The workdir's warm start belongs to one configuration (see GROUPS and FIELDS)."""
     free = [name for name in configuration.flatten(config) if name.split(".")[0] not in GROUPS and name not in FIELDS]
-    configuration.claim_workdir(config, Path(workdir), name="warmstart_config.json", may_change=free, write=write)
+    claim_workdir(config, Path(workdir), name="warmstart_config.json", may_change=free, write=write)
 
 
 def training_questions(config: ConfigDict) -> list[Question]:

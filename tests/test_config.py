@@ -10,6 +10,7 @@ import pytest
 
 from bridge_jax import config as configuration
 from bridge_jax.errors import UserError
+from bridge_jax.training.workdir import claim_workdir
 
 ROOT = Path(__file__).parent.parent
 POCKET = ROOT / "configs" / "pocket.py"
@@ -97,15 +98,15 @@ def test_every_field_is_read_somewhere():
 
 def test_workdir_belongs_to_one_configuration(tmp_path):
     config = configuration.load(POCKET)
-    configuration.claim_workdir(config, tmp_path)
+    claim_workdir(config, tmp_path)
     before = (tmp_path / "config.json").read_text()
-    configuration.claim_workdir(config, tmp_path)
+    claim_workdir(config, tmp_path)
     other = configuration.load(POCKET, ["credit.gamma=3"])
     with pytest.raises(UserError, match=r"credit\.gamma was 1\.0, now 3\.0"):
-        configuration.claim_workdir(other, tmp_path)
+        claim_workdir(other, tmp_path)
     assert (tmp_path / "config.json").read_text() == before
     longer = configuration.load(POCKET, ["train.steps=99"])
-    configuration.claim_workdir(longer, tmp_path, may_change=("train.steps",))
+    claim_workdir(longer, tmp_path, may_change=("train.steps",))
     assert json.loads((tmp_path / "config.json").read_text())["train.steps"] == 99
 
 

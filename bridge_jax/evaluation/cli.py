@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from bridge_jax import config as configuration
 from bridge_jax.errors import UserError
+from bridge_jax.overrides import split_overrides
 
 CHECKPOINTS = ("best", "latest", "start")
 
@@ -40,7 +41,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
     Raises:
       UserError: as there; also when neither --config nor a readable <workdir>/config.json is there.
     """
-    overrides, rest = configuration.split_overrides(sys.argv[1:] if argv is None else argv)
+    overrides, rest = split_overrides(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(rest)
     if args.config is None:
         overrides = [*(f"{name}={text}" for name, text in workdir_fields(args.workdir).items()), *overrides]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from bridge_jax import config as configuration
 from bridge_jax.errors import UserError
 from bridge_jax.training.assets import Assets, load_assets
 from bridge_jax.training.checkpoints import Checkpoints
 from bridge_jax.training.methods import method_of
 from bridge_jax.training.state import Learner, fingerprint
+from bridge_jax.training.workdir import claim_workdir
 
 # A rerun may train longer, and keep or log more.
 MAY_CHANGE = (
@@ -42,7 +42,7 @@ def open_session(config: ConfigDict, workdir: Path, which: str = "best") -> Sess
     """
     workdir = Path(workdir)
     folder = workdir / "checkpoints"
-    configuration.claim_workdir(config, workdir, may_change=USE_MAY_CHANGE, write=False)
+    claim_workdir(config, workdir, may_change=USE_MAY_CHANGE, write=False)
     if which != "start" and not folder.is_dir():
         raise UserError(f"{workdir} holds no checkpoint: train first (python -m bridge_jax.train), or use --checkpoint=start")
     assets = load_assets(config, workdir)
@@ -59,7 +59,7 @@ def open_session(config: ConfigDict, workdir: Path, which: str = "best") -> Sess
 
 
 def claim(config: ConfigDict, workdir: Path, write: bool = True) -> None:
-    """`config.claim_workdir` for training: see MAY_CHANGE. A run in stages cannot be lengthened: the next one has begun."""
+    """`workdir.claim_workdir` for training: see MAY_CHANGE. A run in stages cannot be lengthened: the next one has begun."""
     staged = len(method_of(config).stages) > 1
     may_change = [name for name in MAY_CHANGE if not (staged and name == "train.steps")]
-    configuration.claim_workdir(config, workdir, may_change=may_change, write=write)
+    claim_workdir(config, workdir, may_change=may_change, write=write)

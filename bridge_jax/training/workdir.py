@@ -1,13 +1,18 @@
-"""One process at a time in a run's folder."""
+"""A run's folder: of one configuration, and used by one process at a time."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ml_collections import ConfigDict
+
+from bridge_jax.config import flatten
 from bridge_jax.errors import UserError
+from bridge_jax.files import write_text
 
 
 @contextlib.contextmanager
@@ -24,3 +29,33 @@ def exclusive(workdir: Path) -> Iterator[None]:
         except BlockingIOError:
             raise UserError(f"another process is at work in {workdir}: wait for it, or use another --workdir") from None
         yield
+
+
+def claim_workdir(
+    config: ConfigDict, workdir: Path, name: str = "config.json", may_change: Sequence[str] = (), write: bool = True
+) -> None:
+    """Write `<workdir>/<name>`, or compare with the one there: a run folder belongs to one configuration.
+
+    Args:
+      may_change: fields that a rerun may change (`train.steps`: train longer).
+      write: False only compares.
+
+    Raises:
+      UserError: the folder was made by another configuration; names the first differing fields. Nothing is written.
+    """
+    path = Path(workdir) / name
+    if Path(workdir).exists() and not Path(workdir).is_dir():
+        raise UserError(f"{workdir} is a file: give a folder as --workdir")
+    resolved = {key: list(value) if isinstance(value, tuple | list) else value for key, value in flatten(config).items()}
+    if path.exists():
+        try:
+            old = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path} is not readable JSON ({error}): use another --workdir") from error
+        differ = [k for k in sorted(resolved.keys() | old.keys()) if resolved.get(k) != old.get(k) and k not in may_change]
+        if differ:
+            shown = "; ".join(f"{k} was {old.get(k)!r}, now {resolved.get(k)!r}" for k in differ[:3])
+            raise UserError(f"{workdir} belongs to another configuration ({shown}): use another --workdir, or delete this one")
+    if not write:
+        return
+    write_text(path, json.dumps(resolved, indent=1, sort_keys=True) + "\n")

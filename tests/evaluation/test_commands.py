@@ -20,6 +20,7 @@ from bridge_jax.models.lora import init_lora
 from bridge_jax.retrieval.corpus import Passage
 from bridge_jax.training import sft
 from bridge_jax.training.assets import retriever_lora
+from bridge_jax.training.workdir import claim_workdir
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +144,7 @@ def test_the_workdirs_own_configuration_serves(taught, tmp_path):
 
     workdir = tmp_path / "run"
     config = configuration.load(taught.world.path, ["rollout.shown=1", "data.weights=(2.5,)", "policy.warmstart=auto"])
-    configuration.claim_workdir(config, workdir)
+    claim_workdir(config, workdir)
     import argparse
 
     parser = argparse.ArgumentParser(allow_abbrev=False)

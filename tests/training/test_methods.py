@@ -14,6 +14,7 @@ from bridge_jax.errors import UserError
 from bridge_jax.training.display import Display
 from bridge_jax.training.methods import METHODS, stage_of, total_steps
 from bridge_jax.training.metrics import read_metrics
+from bridge_jax.training.workdir import claim_workdir
 
 NOT_THE_RUN = ("time/", "compilations/", "rollout/compilations", "rollout/tokens_per_second")
 COUNTS = ("count/policy_updates", "count/retriever_updates", "count/rollouts")
@@ -101,7 +102,7 @@ def test_search_r1_implies_its_settings_and_an_override_wins(tmp_path, caplog):
 def test_a_written_configuration_is_not_implied_again(tmp_path):
     """What a run folder says is complete: evaluating it must not bring the implied values back over an override."""
     config = configuration.load(tiny_run.write_config(tmp_path), ["method.name=search_r1", "grpo.group_size=4"])
-    configuration.claim_workdir(config, tmp_path)
+    claim_workdir(config, tmp_path)
     from bridge_jax.evaluation import cli
 
     fields = cli.workdir_fields(tmp_path)
