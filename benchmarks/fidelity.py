@@ -116,7 +116,7 @@ class Point:
         advantages = np.asarray(group_advantages(scores.reshape(-1, config.grpo.group_size), config.grpo.advantage)).reshape(-1)
         credited, _ = self.credit(number, variables, episodes, scores, advantages)
         longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-        rollouts = batches.pack_rollouts(episodes, advantages, np.ones(len(episodes), bool), longest)
+        rollouts = batches.pack_rollouts(episodes, scores, advantages, np.ones(len(episodes), bool), longest)
         return Measured(self, rollouts, credited, advantages, list(self.credit.scorer.batches(credited.requests)))
 
 
