@@ -53,7 +53,7 @@ def get_config():
     c.credit.minibatch = 32
     c.credit.lr = 2e-3
     c.credit.warmup_steps = 10
-    c.credit.turns_per_batch = 64
+    c.credit.turns_per_batch = 16
 
     c.train.steps = 30
     c.train.questions = 64

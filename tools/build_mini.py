@@ -10,7 +10,6 @@ Deterministic for one machine and jax version; nothing of world 0, the one that 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import sys
 from pathlib import Path
@@ -36,10 +35,8 @@ def build_encoder(folder: Path, steps: int) -> None:
 
 
 def build_policy(folder: Path, steps: int) -> None:
-    """steps: of each stage at most; 0 = all."""
     tokenizer = tokenizers.build(for_encoder=False)
-    stages = [dataclasses.replace(s, steps=min(s.steps, steps or s.steps)) for s in policy_training.STAGES]
-    model, params = policy_training.train(tokenizer, stages, say=say)
+    model, params = policy_training.train(tokenizer, steps, say=say)
     qwen2.save(folder, model, params, tokenizer)
 
 
@@ -48,7 +45,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=SHIPPED, help="folder that gets mini-policy/ and mini-encoder/")
     parser.add_argument("--only", choices=("encoder", "policy"), help="train one of the two")
     parser.add_argument("--encoder-steps", type=int, default=encoder_training.STEPS)
-    parser.add_argument("--policy-steps", type=int, default=0, metavar="N", help="at most N steps a stage")
+    parser.add_argument("--policy-steps", type=int, default=policy_training.STEPS)
     args = parser.parse_args()
     if args.only != "policy":
         build_encoder(args.out / "mini-encoder", args.encoder_steps)

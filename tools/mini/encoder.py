@@ -22,6 +22,8 @@ from bridge_jax.models import e5
 
 CONFIG = e5.BertConfig(vocab_size=1024, hidden_size=96, intermediate_size=256, num_layers=2, num_heads=4, max_positions=64)
 BATCH, LENGTH, TEMPERATURE = 256, 24, 0.05
+STEPS, RATE = 200, 2e-3
+ASPECT = 0.1  # weight of the classifiers
 
 
 def pack(tokenizer, texts, width=LENGTH):
@@ -33,8 +35,8 @@ def pack(tokenizer, texts, width=LENGTH):
     return tokens, mask
 
 
-def batches(tokenizer, steps: int, seed: int):
-    rng = random.Random(f"mini encoder {seed}")
+def batches(tokenizer, steps: int):
+    rng = random.Random("mini encoder 0")
     world = texts = None
     for step in range(steps):
         if step % 10 == 0:
@@ -53,15 +55,15 @@ def batches(tokenizer, steps: int, seed: int):
         yield (*pack(tokenizer, queries), *pack(tokenizer, passages), np.asarray(labels))
 
 
-def train(tokenizer, steps: int, aspect_weight: float, lr: float = 2e-3, seed: int = 0, say=print):
+def train(tokenizer, steps: int = STEPS, say=print):
     """-> (module, parameters)"""
     module = e5.Bert(CONFIG, jnp.float32, None, None)
-    key = jax.random.key(seed)
+    key = jax.random.key(0)
     params = module.init(key, jnp.zeros((1, 8), jnp.int32), jnp.ones((1, 8), jnp.int32))["params"]
     heads = (jnp.zeros((CONFIG.hidden_size, len(ASPECT_IDS))),) * 2  # of passages and of queries: nothing aligns the two
     optimiser = optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.adamw(optax.warmup_cosine_decay_schedule(0.0, lr, steps // 20 + 1, steps, lr / 20), weight_decay=0.01),
+        optax.adamw(optax.warmup_cosine_decay_schedule(0.0, RATE, steps // 20 + 1, steps, RATE / 20), weight_decay=0.01),
     )
 
     def loss_fn(trained, batch):
@@ -73,7 +75,7 @@ def train(tokenizer, steps: int, aspect_weight: float, lr: float = 2e-3, seed: i
         losses, rights = zip(
             *(_classify(vectors, heads, labels) for vectors, heads, labels in zip((passages, queries), heads, labels))
         )
-        return identity + aspect_weight * sum(losses), (identity, *losses, *rights)
+        return identity + ASPECT * sum(losses), (identity, *losses, *rights)
 
     @jax.jit
     def update(trained, opt, batch):
@@ -83,7 +85,7 @@ def train(tokenizer, steps: int, aspect_weight: float, lr: float = 2e-3, seed: i
 
     trained = (params, heads)
     opt, began = optimiser.init(trained), time.time()
-    for step, batch in enumerate(batches(tokenizer, steps, seed), start=1):
+    for step, batch in enumerate(batches(tokenizer, steps), start=1):
         trained, opt, aux = update(trained, opt, batch)
         if step % 50 == 0 or step == steps:
             names = ("identity", "passage aspect", "query aspect", "passage accuracy", "query accuracy")
@@ -103,9 +105,9 @@ def _classify(vectors, head, labels):
     return (loss * chosen).sum() / count, ((scores.argmax(-1) == labels) & chosen).sum() / count
 
 
-def recall(module, params, tokenizer, lora=None, questions=1500, seed=1) -> dict[str, float]:
+def recall(module, params, tokenizer, questions=1500) -> dict[str, float]:
     """recall@1, @3, @40 of ideal one-hop queries over world 0."""
-    world, rng = make_world(0), random.Random(seed)
+    world, rng = make_world(0), random.Random(1)
     apply = jax.jit(lambda tokens, mask: module.apply({"params": params}, tokens, mask))
     tokens, mask = pack(tokenizer, [f'passage: "{p.title}"\n{p.text}' for p in world.passages])
     vectors = np.concatenate([np.asarray(apply(tokens[i : i + 512], mask[i : i + 512])) for i in range(0, len(tokens), 512)])
