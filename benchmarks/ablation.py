@@ -21,6 +21,8 @@ import argparse
 import dataclasses
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -119,7 +121,9 @@ def main() -> None:
     }
     if "bridge" not in rows or "vt_search" not in rows:
         runs.conclude([*failures, "bridge or vt_search is missing: no table"])
-    result["table"] = {name: line(row.finals, rows, row.outcomes) for name, row in rows.items()}
+    before = start(rows["bridge"].outcomes[0])  # one for all: every row and seed starts from the same models
+    result["table"] = {"start": line([before] * args.seeds, rows, rows["bridge"].outcomes)}
+    result["table"] |= {name: line(row.finals, rows, row.outcomes) for name, row in rows.items()}
     result["order"] = order(rows)
     if args.wall_clock and "main" in wanted:
         more, failed = equal_wall_clock(rows, args, shared, root)
@@ -159,6 +163,17 @@ def load(known: Mapping[str, dict], args: argparse.Namespace, shared: Mapping[st
     return rows
 
 
+def start(outcome: Outcome) -> dict:
+    """The evaluation before the first step, on as many questions as the one at the end."""
+    limit = outcome.run.limit
+    pattern = f"step_000000_*_{runs.SPLIT}_{limit or 'all'}.json"
+    if not list((outcome.workdir / "eval").glob(pattern)):
+        flags = [f"--workdir={outcome.workdir}", "--checkpoint=start", f"--split={runs.SPLIT}", f"--limit={limit}"]
+        subprocess.run([sys.executable, "-m", "bridge_jax.evaluate", *flags], cwd=runs.HOME, stdout=sys.stderr, check=True)
+    [path] = (outcome.workdir / "eval").glob(pattern)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def line(finals: Sequence[dict], rows: Mapping[str, Row], outcomes: Sequence[Outcome]) -> dict:
     """A row of the table: EM by set and group, `low`/`high` of the multi-hop average, differences to bridge and vt_search.
 
@@ -185,9 +200,9 @@ def line(finals: Sequence[dict], rows: Mapping[str, Row], outcomes: Sequence[Out
     result["seconds"] = stats.spread([outcome.seconds(final["step"]) for outcome, final in zip(outcomes, finals, strict=True)])
     result["step_seconds"] = stats.spread([float(np.median(outcome.step_seconds)) for outcome in outcomes])
     result["loop_steps"] = [final["step"] for final in finals]
-    last = [outcome.metrics[final["step"] - 1] for outcome, final in zip(outcomes, finals, strict=True)]
+    last = outcomes[0].metrics[finals[0]["step"] - 1] if finals[0]["step"] else {}
     for name in ("count/policy_updates", "count/retriever_updates", "count/rollouts"):
-        result[name.removeprefix("count/")] = last[0][name]
+        result[name.removeprefix("count/")] = last.get(name, 0)
     return result
 
 

@@ -50,7 +50,7 @@ def ablation(results: Mapping) -> str:
     """EM of every method at equal steps."""
     found = results["ablation"]
     rows = []
-    for name in found["groups"]["main"]:
+    for name in ["start", *found["groups"]["main"]]:
         row = found["table"][name]
         cells = [f"`{name}`", points(row["em"]["single_hop"], False), points(row["em"]["multi_hop"], False)]
         cells += [points(row["em"]["overall"], False), points(row["minus_vt_search"]["multi_hop"])]
