@@ -69,6 +69,7 @@ def main() -> None:
     for name, found in wanted.items():
         points = [Point(run, root) for run in found]
         of_point = [point.batch(i) for point in points for i in range(number)]
+        result.setdefault("zero_advantage_turns", {})[name] = float(np.mean([batch.without_advantage() for batch in of_point]))
         result["checkpoints"][name] = {
             str(epochs): {str(gamma): fidelity(of_point, gamma, epochs) for gamma in gammas} for epochs in passes
         }
@@ -129,6 +130,11 @@ class Measured:
     credited: Credited
     advantages: np.ndarray
     scored: list
+
+    def without_advantage(self) -> float:
+        """Share of the turns; where it is 1, the two states are one and J_RL has only its KL term: nothing to compare."""
+        turns = self.credited.turns
+        return float(np.mean(np.asarray(turns.advantages)[np.asarray(turns.mask)] == 0.0))
 
     def settings(self, gamma: float) -> bilevel.StepConfig:
         config = step_config(self.point.config)

@@ -5,10 +5,11 @@
 
 Each measurement is a process that trains a few steps of one method from the start, on all cores this script may use; the methods
 take turns, so that a slow minute of the machine falls on all of them, and the first steps (compilation) are left out. Time:
-medians over steps of the whole step, and of the phases of an update (scoring, retriever, policy). Memory, twice: *compiled* is what
-XLA plans for the largest program of an update (arguments, results and temporaries, aliased buffers once) plus the arrays that lie
-beside it; *measured* is the growth of the process's peak resident memory from before the first step (an accelerator's own peak
-where it reports one). Keys: bridge_over_vt_search, one_state_memory_saving, one_state_time_saving (1 - one / two).
+medians over steps of the whole step, and of the phases of an update (scoring, retriever, policy). Memory, twice: *compiled* is
+what XLA plans for the largest program of an update (arguments, results and temporaries, aliased buffers once) plus the arrays
+that lie beside it; *measured* is the growth of the process's peak resident memory from before the first step, compiling included
+(an accelerator's own peak where it reports one). Keys: bridge_over_vt_search, one_state_memory_saving, one_state_time_saving (1 -
+one / two).
 """
 
 from __future__ import annotations
