@@ -90,6 +90,8 @@ def default() -> ConfigDict:
     c.grpo.dual_clip = 3.0  # 0 = off
     c.grpo.kl_coef = 1e-4
     c.grpo.filter_zero_advantage = False  # DAPO's dynamic sampling, for the policy only
+    c.grpo.llds = 0.0  # weight of the guard against likelihood displacement; 0 = off
+    c.grpo.llds_gate = "nonnegative"  # nonnegative (A >= 0) | positive (A > 0): the actions it guards
     c.grpo.lr = 1e-6
     c.grpo.warmup_steps = 10
     c.grpo.weight_decay = 0.01
@@ -109,6 +111,7 @@ def default() -> ConfigDict:
     c.credit.golds = 1  # gold answers scored; > 1 = log-mean-exp over the first ones
     c.credit.clamp_negative = False  # advantages clamped at 0 for the retriever
     c.credit.shown_only = False  # outcome credit on the shown documents only
+    c.credit.anchor = 0.0  # weight of 1 - cos between a query's vector and the base encoder's
     c.credit.period = 1  # P: steps between retriever updates
     c.credit.max_turns = 512  # M: turns in one retriever update
     c.credit.minibatch = 64  # turns in one gradient step
@@ -254,6 +257,7 @@ _CHOICES = {
     "credit.target": ("answer", "next_action", "both"),
     "credit.no_span": ("paper", "zero"),
     "credit.first_hop": ("paper", "mask"),
+    "grpo.llds_gate": ("nonnegative", "positive"),
 }
 _AT_LEAST = {  # smallest allowed value; numbers not named here must be >= 0
     "policy.lora_rank": 1,

@@ -2,7 +2,8 @@
 
 Source: METHOD 1, 4 and 5. One retriever state is kept, the penalised one: it descends L_eta = J_ret + gamma L_RAG first (lower
 level); then the policy descends J_RL alone. Methods are static settings of this step: `StepConfig.retriever = None` is `vt_search`,
-`RetrieverLossConfig.use_outcome / use_rag` give the decoupled ones.
+`RetrieverLossConfig.use_outcome / use_rag` give the decoupled ones, and `objectives.two_state` has what the comparators of the one
+state need beyond this module: a second retriever in the state, and a correction of the policy's gradient.
 
 The document likelihoods l come *in the batch*: which documents were retrieved is data, so they are scored by
 `scoring.Scorer` with the same theta_n before this step. Everything here is jit-able, holds no host callback, and works on
@@ -22,7 +23,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from bridge_jax.mesh import BATCH, constrain
-from bridge_jax.objectives.grpo import GRPOConfig, policy_loss
+from bridge_jax.objectives.grpo import GRPOConfig, displacement_guard, loss_denominator, policy_loss
 from bridge_jax.objectives.logprobs import sequence_logps
 from bridge_jax.objectives.ppo import PPOConfig
 from bridge_jax.objectives.rag import RetrieverLossConfig, retriever_loss
@@ -45,6 +46,7 @@ class StepConfig:
     trainable: "full" (state.policy is the parameter tree) or "lora" (state.policy is the adapter on the frozen parameters).
     minibatch, microbatch: rollout rows per optimiser step, and per forward/backward inside it. epochs: passes over the rows.
     retriever: its loss, or None for no retriever update in this step. turn_minibatch, turn_epochs: likewise for turns.
+    estimator: of the policy's gradient, "one_state", "two_state" or "drop" (`objectives.two_state`).
     chunk: tokens unembedded at once.
     ppo: `ppo_step.policy_step` takes the place of `policy_step`, with a critic in the state.
     """
@@ -60,12 +62,15 @@ class StepConfig:
     retriever_optimizer: OptimizerConfig = OptimizerConfig(lr=1e-4, warmup=20)
     turn_minibatch: int = 64
     turn_epochs: int = 1
+    estimator: str = "one_state"
     ppo: PPOConfig | None = None
     critic_optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
 
     def __post_init__(self):
         if self.trainable not in ("full", "lora"):
             raise ValueError(f"trainable {self.trainable!r}: allowed are full, lora")
+        if self.estimator not in ("one_state", "two_state", "drop"):
+            raise ValueError(f"estimator {self.estimator!r}: allowed are one_state, two_state, drop")
         if self.minibatch % self.microbatch:
             raise ValueError(f"minibatch {self.minibatch} is not a multiple of microbatch {self.microbatch}")
 
@@ -111,6 +116,8 @@ class BridgeState(flax.struct.PyTreeNode):
     rng: jax.Array  # the run's key; a step uses fold_in(rng, step)
     critic: Any = None  # `models.value`'s tree, with PPO only
     critic_opt: Any = None
+    star: Any = None  # two_state alone: the LoRA that descends L_RAG, eta*
+    star_opt: Any = None
 
 
 class Frozen(flax.struct.PyTreeNode):
@@ -174,24 +181,21 @@ def retriever_update(config: StepConfig, modules: Modules, encoder_params, lora,
     """
     U = turns.mask.shape[0]
     count = _divide(U, config.turn_minibatch, "turns", "turn_minibatch")
-    mesh = modules.policy.mesh
 
     def loss(lora, rows: Turns):
         queries = modules.encoder.apply({"params": encoder_params, "lora": lora}, rows.query_tokens, rows.query_mask)
+        base = modules.encoder.apply({"params": encoder_params}, rows.query_tokens, rows.query_mask)
         total, turns_in, sums = retriever_loss(
-            queries, rows.doc_vectors, rows.log_likelihood, rows.advantages, rows.mask, config.retriever, rows.doc_mask
+            queries, rows.doc_vectors, rows.log_likelihood, rows.advantages, rows.mask, config.retriever, rows.doc_mask, base
         )
-        return total / jnp.maximum(turns_in, 1.0), (total, turns_in, sums, jax.lax.stop_gradient(queries))
+        return total / jnp.maximum(turns_in, 1.0), (total, turns_in, sums)
 
     def minibatch(carry, rows: Turns):
         lora, opt_state = carry
-        rows = jax.tree.map(lambda x: constrain(x, mesh, P(BATCH)), rows)
-        gradient, (total, turns_in, sums, queries) = jax.grad(loss, has_aux=True)(lora, rows)
-        base = modules.encoder.apply({"params": encoder_params}, rows.query_tokens, rows.query_mask)
-        drift = jnp.where(rows.mask, 1.0 - (queries * base).sum(-1), 0.0).sum()
+        rows = _constrained(rows, modules.policy)
+        gradient, (total, turns_in, sums) = jax.grad(loss, has_aux=True)(lora, rows)
         lora, opt_state, norm, skipped = guarded_update(modules.retriever_optimizer, gradient, opt_state, lora, turns_in > 0)
-        sums = sums | {"retriever/loss": total, "retriever/drift": drift}
-        return (lora, opt_state), (sums, turns_in, norm, skipped)
+        return (lora, opt_state), (sums | {"retriever/loss": total}, turns_in, norm, skipped)
 
     def epoch(carry, key):
         order = jnp.argsort(jnp.where(turns.mask, jax.random.uniform(key, (U,)), 2.0))
@@ -206,18 +210,13 @@ def retriever_update(config: StepConfig, modules: Modules, encoder_params, lora,
     return lora, opt_state, metrics
 
 
-def policy_update(config: StepConfig, modules: Modules, frozen_params, policy, opt_state, rollouts: Rollouts):
-    """The upper level: GRPO minibatches in row order, each the exact mean over its micro-batches.
+def policy_gradient(config: StepConfig, modules: Modules, frozen_params, policy, rows: Rollouts):
+    """grad J_RL of one minibatch at `policy`: rows [parts, microbatch, ...] -> (gradient, metric sums, largest gap).
 
-    Returns (policy, opt_state, metrics). `gap/*` compares the sampler's log-probs with the first minibatch's, before any update.
+    Exactly the gradient of the minibatch's loss, however it is cut into parts: sums over all parts, divided once.
     """
-    B = rollouts.tokens.shape[0]
-    steps = _divide(B, config.minibatch, "rollout rows", "minibatch")
-    parts = config.minibatch // config.microbatch
-    model = modules.policy
-
-    def variables(policy):
-        return {"params": policy} if config.trainable == "full" else {"params": frozen_params, "lora": policy}
+    model, grpo = modules.policy, config.grpo
+    parts = rows.tokens.shape[0]
 
     def logps(variables, rows: Rollouts):
         return sequence_logps(
@@ -225,41 +224,71 @@ def policy_update(config: StepConfig, modules: Modules, frozen_params, policy, o
         )
 
     def reference(rows: Rollouts):
-        if config.grpo.kl_coef == 0.0 or rows.ref_logps is not None:
+        if grpo.kl_coef == 0.0 or rows.ref_logps is not None:
             return rows.ref_logps
         return jax.lax.stop_gradient(logps({"params": frozen_params}, rows)[0])
 
-    def loss(policy, rows: Rollouts, ref_logps):
-        logp, entropy = logps(variables(policy), rows)
-        total, denominator, sums = policy_loss(logp, rows.old_logps, ref_logps, rows.advantages, rows.mask, config.grpo, entropy)
+    def guard(logp, rows: Rollouts):
+        return displacement_guard(logp, rows.old_logps, rows.advantages, rows.mask, grpo)
+
+    def loss(policy, rows: Rollouts, ref_logps, guard_scale):
+        logp, entropy = logps(policy_variables(config, frozen_params, policy), rows)
+        total, denominator, sums = policy_loss(logp, rows.old_logps, ref_logps, rows.advantages, rows.mask, grpo, entropy)
+        if grpo.llds:
+            fall, fallen = guard(logp, rows)
+            scale = denominator / jnp.maximum(fallen, 1.0) if guard_scale is None else guard_scale
+            total = total + grpo.llds * scale * fall
+            sums |= {"llds": fall, "llds_tokens": fallen}
         gap = jax.lax.stop_gradient(jnp.where(rows.mask, jnp.abs(logp - rows.old_logps), 0.0))
         return total, (sums | {"loss": total, "denominator": denominator, "gap": gap.sum()}, gap.max())
 
-    def micro(policy, rows: Rollouts):
-        rows = jax.tree.map(lambda x: constrain(x, model.mesh, P(BATCH)), rows)
-        gradient, (sums, gap_max) = jax.grad(loss, has_aux=True)(policy, rows, reference(rows))
+    def micro(rows: Rollouts, guard_scale=None):
+        rows = _constrained(rows, model)
+        gradient, (sums, gap_max) = jax.grad(loss, has_aux=True)(policy, rows, reference(rows), guard_scale)
         return gradient, sums, gap_max
+
+    def counts(rows: Rollouts):
+        rows = _constrained(rows, model)
+        return loss_denominator(rows.mask, grpo), guard(logps(policy_variables(config, frozen_params, policy), rows)[0], rows)[1]
+
+    if parts == 1:
+        gradient, sums, gap_max = micro(jax.tree.map(lambda x: x[0], rows))
+    else:
+        guard_scale = None
+        if grpo.llds:
+            # The guard divides by the tokens that fell in the whole minibatch, which only a forward pass over all of it can tell.
+            denominator, fallen = jax.tree.map(jnp.sum, jax.lax.map(counts, rows))
+            guard_scale = denominator / jnp.maximum(fallen, 1.0)
+
+        def accumulate(so_far, part):
+            gradient, sums, gap_max = micro(part, guard_scale)
+            return (*jax.tree.map(jnp.add, so_far[:2], (gradient, sums)), jnp.maximum(so_far[2], gap_max)), None
+
+        first = jax.eval_shape(lambda rows: micro(jax.tree.map(lambda x: x[0], rows), guard_scale), rows)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
+        (gradient, sums, gap_max), _ = jax.lax.scan(accumulate, zeros, rows)
+    gradient = jax.tree.map(lambda g: g / jnp.maximum(sums["denominator"], 1.0), gradient)
+    return gradient, sums, gap_max
+
+
+def policy_update(config: StepConfig, modules: Modules, frozen_params, policy, opt_state, rollouts: Rollouts, correction=None):
+    """The upper level: GRPO minibatches in row order, each the exact mean over its micro-batches.
+
+    correction: a tree like the policy that is added to every minibatch's gradient (`objectives.two_state`), or None.
+    Returns (policy, opt_state, metrics). `gap/*` compares the sampler's log-probs with the first minibatch's, before any update.
+    """
+    steps = _divide(rollouts.tokens.shape[0], config.minibatch, "rollout rows", "minibatch")
 
     def minibatch(carry, rows: Rollouts):
         policy, opt_state = carry
-
-        def accumulate(so_far, part):
-            gradient, sums, gap_max = micro(policy, part)
-            return (*jax.tree.map(jnp.add, so_far[:2], (gradient, sums)), jnp.maximum(so_far[2], gap_max)), None
-
-        first = jax.tree.map(lambda x: x[0], rows)
-        if parts == 1:
-            gradient, sums, gap_max = micro(policy, first)
-        else:
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(micro, policy, first))
-            (gradient, sums, gap_max), _ = jax.lax.scan(accumulate, zeros, rows)
-        denominator = sums["denominator"]
-        gradient = jax.tree.map(lambda g: g / jnp.maximum(denominator, 1.0), gradient)
-        policy, opt_state, norm, skipped = guarded_update(modules.policy_optimizer, gradient, opt_state, policy, denominator > 0)
+        gradient, sums, gap_max = policy_gradient(config, modules, frozen_params, policy, rows)
+        wanted = sums["denominator"] > 0
+        if correction is not None:
+            gradient = jax.tree.map(jnp.add, gradient, correction)
+        policy, opt_state, norm, skipped = guarded_update(modules.policy_optimizer, gradient, opt_state, policy, wanted)
         return (policy, opt_state), (sums, gap_max, norm, skipped)
 
-    # [B, ...] -> [steps, parts, microbatch, ...]
-    rows = jax.tree.map(lambda x: x.reshape(steps, parts, config.microbatch, *x.shape[1:]), rollouts)
+    rows = split_rows(config, rollouts, steps)
     (policy, opt_state), out = jax.lax.scan(
         lambda carry, _: jax.lax.scan(minibatch, carry, rows), (policy, opt_state), None, length=config.epochs
     )
@@ -278,7 +307,23 @@ def policy_update(config: StepConfig, modules: Modules, frozen_params, policy, o
     for name in ("likelihood_displacement", "likelihood_displacement_ref"):
         if name in total:
             metrics[f"policy/{name}"] = _mean(total[name], total["displacement_tokens"])
+    if "llds" in total:
+        metrics["policy/llds"] = _mean(total["llds"], total["llds_tokens"])
     return policy, opt_state, metrics
+
+
+def policy_variables(config: StepConfig, frozen_params, policy) -> dict:
+    """What `Qwen2.apply` takes, from the trainable tree."""
+    return {"params": policy} if config.trainable == "full" else {"params": frozen_params, "lora": policy}
+
+
+def split_rows(config: StepConfig, rollouts: Rollouts, steps: int) -> Rollouts:
+    """[B, ...] -> [steps, parts, microbatch, ...]"""
+    return jax.tree.map(lambda x: x.reshape(steps, -1, config.microbatch, *x.shape[1:]), rollouts)
+
+
+def _constrained(rows, model):
+    return jax.tree.map(lambda x: constrain(x, model.mesh, P(BATCH)), rows)
 
 
 def retriever_step(config: StepConfig, modules: Modules, frozen: Frozen, state: BridgeState, turns: Turns):
@@ -290,12 +335,19 @@ def retriever_step(config: StepConfig, modules: Modules, frozen: Frozen, state: 
         return state, {}
     key = jax.random.fold_in(state.rng, state.step)
     lora, opt_state, metrics = retriever_update(config, modules, frozen.encoder, state.retriever, state.retriever_opt, turns, key)
+    if config.estimator == "two_state":
+        # The same minibatches in the same order, without J_ret: the two states differ by the outcome credit alone.
+        alone = dataclasses.replace(config, retriever=dataclasses.replace(config.retriever, use_outcome=False))
+        star, star_opt, measured = retriever_update(alone, modules, frozen.encoder, state.star, state.star_opt, turns, key)
+        metrics |= {f"two_state/star_{name}": measured[f"retriever/{name}"] for name in ("rag_nll", "drift", "grad_norm")}
+        metrics["retriever/skipped_updates"] += measured["retriever/skipped_updates"]
+        state = state.replace(star=star, star_opt=star_opt)
     return state.replace(retriever=lora, retriever_opt=opt_state), metrics
 
 
-def policy_step(config: StepConfig, modules: Modules, frozen: Frozen, state: BridgeState, rollouts: Rollouts):
-    """The upper level of a step, which also counts it: (state, rollouts) -> (state, metrics). Pure."""
-    policy, opt_state, metrics = policy_update(config, modules, frozen.policy, state.policy, state.policy_opt, rollouts)
+def policy_step(config: StepConfig, modules: Modules, frozen: Frozen, state: BridgeState, rollouts: Rollouts, correction=None):
+    """The upper level of a step, which also counts it: (state, rollouts) -> (state, metrics). Pure. correction: `policy_update`."""
+    policy, opt_state, metrics = policy_update(config, modules, frozen.policy, state.policy, state.policy_opt, rollouts, correction)
     return state.replace(step=state.step + 1, policy=policy, policy_opt=opt_state), metrics
 
 

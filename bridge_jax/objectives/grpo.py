@@ -29,6 +29,8 @@ class GRPOConfig:
     aggregation: "token_mean" (sum over tokens / tokens), "seq_mean" (mean of the rows' token means),
         "dr_grpo" (constant normaliser: sum over tokens / (rows * normaliser)).
     normaliser: the response limit that "dr_grpo" divides by; no other aggregation reads it.
+    llds: weight lambda of `displacement_guard`; 0 switches it off. llds_gate: it guards actions of A >= 0 ("nonnegative") or of
+        A > 0 ("positive"). llds_slack: a fall of less than this a token is rounding between sampler and trainer, and no fall.
     """
 
     clip_low: float = 0.2
@@ -37,12 +39,17 @@ class GRPOConfig:
     kl_coef: float = 1e-4
     aggregation: str = "token_mean"
     normaliser: float = 1.0
+    llds: float = 0.0
+    llds_gate: str = "nonnegative"
+    llds_slack: float = 0.0
 
     def __post_init__(self):
         if self.aggregation not in ("token_mean", "seq_mean", "dr_grpo"):
             raise ValueError(f"aggregation {self.aggregation!r}: allowed are token_mean, seq_mean, dr_grpo")
         if self.dual_clip is not None and self.dual_clip <= 1.0:
             raise ValueError(f"dual_clip {self.dual_clip}: must be above 1, or None")
+        if self.llds_gate not in ("nonnegative", "positive"):
+            raise ValueError(f"llds_gate {self.llds_gate!r}: allowed are nonnegative, positive")
 
 
 def group_advantages(rewards: jax.Array, mode: str = "grpo", valid: jax.Array | None = None) -> jax.Array:
@@ -137,12 +144,43 @@ def policy_loss(
     return total, denominator, sums
 
 
-def _aggregate(loss: jax.Array, mask: jax.Array, config: GRPOConfig) -> tuple[jax.Array, jax.Array]:
-    """(sum, denominator) of a masked per-token loss [B, T]. Rows without a trained token count nowhere."""
+def displacement_guard(
+    logps: jax.Array, old_logps: jax.Array, advantages: jax.Array, mask: jax.Array, config: GRPOConfig
+) -> tuple[jax.Array, jax.Array]:
+    """The guard against likelihood displacement (METHOD 11, arXiv 2512.04220) as (sum, number of tokens).
+
+    An action is one contiguous span of masked tokens. For actions that pass the gate on A and whose summed log-prob fell, the mean
+    over their tokens of max(0, logp_old - logp) is to be added lambda times to the policy's loss. Arguments as in `policy_loss`.
+    The number of tokens is that of the *fallen* actions: it depends on logps, is no part of the loss's own denominator, and over
+    micro-batches both are summed before the one is divided by the other.
+    """
+    mask = jnp.asarray(mask, bool)
+    advantages = jnp.asarray(advantages, jnp.float32)
+    advantages = jnp.broadcast_to(advantages[:, None] if advantages.ndim == 1 else advantages, mask.shape)
+    fall = jnp.where(mask, old_logps, 0.0) - jnp.where(mask, logps, 0.0)
+
+    # Spans are numbered from 1 within a row; unmasked columns are numbered like the span before them and add nothing.
+    span = jnp.cumsum(mask & ~jnp.pad(mask[:, :-1], ((0, 0), (1, 0))), axis=1)
+
+    def over_span(x):  # [B, T] -> [B, T]: the sum over the span that a column belongs to
+        sums = jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, num_segments=mask.shape[1] + 1))(x, span)
+        return jnp.take_along_axis(sums, span, axis=1)
+
+    change, size = over_span(jax.lax.stop_gradient(fall)), over_span(mask.astype(jnp.float32))
+    wanted = advantages > 0 if config.llds_gate == "positive" else advantages >= 0
+    fallen = mask & wanted & (change > config.llds_slack * size)
+    return jnp.where(fallen, jax.nn.relu(fall), 0.0).sum(), fallen.astype(jnp.float32).sum()
+
+
+def loss_denominator(mask: jax.Array, config: GRPOConfig) -> jax.Array:
+    """What a loss over `mask` [B, T] is divided by. Rows without a trained token count nowhere."""
     tokens = mask.astype(jnp.float32).sum(-1)
     rows = (tokens > 0).astype(jnp.float32).sum()
-    if config.aggregation == "token_mean":
-        return loss.sum(), tokens.sum()
+    return {"token_mean": tokens.sum(), "seq_mean": rows, "dr_grpo": rows * config.normaliser}[config.aggregation]
+
+
+def _aggregate(loss: jax.Array, mask: jax.Array, config: GRPOConfig) -> tuple[jax.Array, jax.Array]:
+    """(sum, denominator) of a masked per-token loss [B, T]."""
     if config.aggregation == "seq_mean":
-        return (loss.sum(-1) / jnp.maximum(tokens, 1.0)).sum(), rows
-    return loss.sum(), rows * config.normaliser
+        loss = loss / jnp.maximum(mask.astype(jnp.float32).sum(-1, keepdims=True), 1.0)
+    return loss.sum(), loss_denominator(mask, config)

@@ -7,7 +7,8 @@ Source: METHOD 3. Per turn u with candidates d (C of them), s_d = <f_eta(q), e_d
     J_ret = - A sum_d w_d log p_d                    L_RAG = - logsumexp_d(log p_d + l_d)
     L_eta = J_ret + gamma L_RAG                      dL_eta/ds_d = -(A + gamma) (w_d - p_d) / tau
 
-l_d and e_d are data: the only thing differentiated is the query vector.
+l_d and e_d are data: the only thing differentiated is the query vector. Option (this project's): + anchor (1 - <f_eta(q), f_0(q)>),
+f_0 the base encoder, which keeps the query tower where the frozen passage vectors still mean something to it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _NEGATIVE = -1e30  # stands for log 0 where -inf would turn 0 * inf into NaN
 class RetrieverLossConfig:
     """tau: temperature of p. gamma: weight of L_RAG. use_outcome, use_rag: which terms exist (`decoupled_rl` is J_ret alone,
     `decoupled_rag` is gamma L_RAG alone, that is A := 0). clamp_negative: negative advantages count as 0.
-    credit_shown: k > 0 restricts J_ret to the first k candidates, the ones the policy saw; L_RAG always uses all C."""
+    credit_shown: k > 0 restricts J_ret to the first k candidates, the ones the policy saw; L_RAG always uses all C.
+    anchor: weight of the distance to the base encoder's query vector."""
 
     tau: float = 1.0
     gamma: float = 0.02
@@ -32,6 +34,7 @@ class RetrieverLossConfig:
     use_rag: bool = True
     clamp_negative: bool = False
     credit_shown: int = 0
+    anchor: float = 0.0
 
     def __post_init__(self):
         if self.tau <= 0:
@@ -110,14 +113,24 @@ def retriever_loss(
     turn_mask: jax.Array,
     config: RetrieverLossConfig,
     doc_mask: jax.Array | None = None,
+    base_vectors: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """L_eta summed over turns.
 
     query_vectors [U, D] float32: f_eta(q), differentiated. doc_vectors [U, C, D]: frozen e_d in retrieval order.
     log_likelihood [U, C]: l_d. advantages [U]: A of the turn's rollout. turn_mask [U] bool: real turns.
-    doc_mask [U, C] bool: real candidates.
+    doc_mask [U, C] bool: real candidates. base_vectors [U, D] float32: f_0(q), for the anchor and the drift.
     Returns (loss sum, number of turns, metric sums over turns: credit/weight_max, credit/p_entropy, credit/zero_advantage_turns,
-    retriever/rag_nll). Everything is 0 for an empty turn_mask.
+    retriever/rag_nll, and with base_vectors retriever/drift = 1 - <f_eta(q), f_0(q)>). Everything is 0 for an empty turn_mask.
     """
-    scores = jnp.einsum("ud,ucd->uc", query_vectors.astype(jnp.float32), jax.lax.stop_gradient(doc_vectors).astype(jnp.float32))
-    return score_loss(scores, log_likelihood, advantages, turn_mask, config, doc_mask)
+    query_vectors = query_vectors.astype(jnp.float32)
+    scores = jnp.einsum("ud,ucd->uc", query_vectors, jax.lax.stop_gradient(doc_vectors).astype(jnp.float32))
+    loss, count, sums = score_loss(scores, log_likelihood, advantages, turn_mask, config, doc_mask)
+    if base_vectors is not None:
+        real = jnp.asarray(turn_mask, bool)
+        base = jax.lax.stop_gradient(jnp.where(real[:, None], base_vectors, 0.0))
+        drift = jnp.where(real, 1.0 - (query_vectors * base).sum(-1), 0.0).sum()
+        sums["retriever/drift"] = jax.lax.stop_gradient(drift)
+        if config.anchor:
+            loss = loss + config.anchor * drift
+    return loss, count, sums

@@ -1,8 +1,8 @@
 """Orbax checkpoints of a run: the latest ones for resuming, the best one by evaluation.
 
-Items are separate, so that a tool can read one without the others: `policy`, `retriever`, `optimiser`, `critic` (with PPO),
-`position` (what the run needs besides arrays) and `metadata` (the fingerprint that a restore compares first). Frozen weights are
-never saved.
+Items are separate, so that a tool can read one without the others: `policy`, `retriever`, `optimiser`, `critic` (with PPO), `star`
+(the second retriever of `two_state`), `position` (what the run needs besides arrays) and `metadata` (the fingerprint that a restore
+compares first). Frozen weights are never saved.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ def _items(state: BridgeState) -> dict[str, dict]:
     if state.critic is not None:
         items["critic"] = state.critic
         optimisers["critic"] = state.critic_opt
+    if state.star is not None:
+        items["star"] = state.star
+        optimisers["star"] = state.star_opt
     return items
 
 
@@ -120,6 +123,8 @@ class Checkpoints:
             retriever_opt=items["optimiser"]["retriever"],
             critic=None if like.critic is None else items["critic"],
             critic_opt=None if like.critic is None else items["optimiser"]["critic"],
+            star=None if like.star is None else items["star"],
+            star_opt=None if like.star is None else items["optimiser"]["star"],
         )
 
     def wait(self) -> None:

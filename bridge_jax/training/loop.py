@@ -142,7 +142,8 @@ class Loop:
         """Step number `step` (from 1): -> (state, metrics). The old state is consumed."""
         config, assets, learner = self.config, self.assets, self.learner
         number, within = stage_of(config, step)
-        stage = method_of(config).stages[number - 1]
+        method = method_of(config)
+        stage = method.stages[number - 1]
         clock = _Clock()
 
         variables = learner.policy_variables(state)
@@ -171,7 +172,7 @@ class Loop:
         metrics |= {"stage": number, **step_metrics(episodes, scores, reasons, valid, assets.corpus)}
         self._counts["count/rollouts"] += len(episodes)
 
-        scored = {}
+        scored, correction = {}, None
         if stage.retriever and within % config.credit.period == 0:
             credited, measured = self._credit(step, variables, episodes, scores, advantages)
             metrics |= measured
@@ -181,13 +182,18 @@ class Loop:
             metrics |= {name: float(value) for name, value in learned.items()}
             clock.lap("retriever")
             self._counts["count/retriever_updates"] += 1
+            if method.estimator != "one_state":
+                again = self._credit.scorer.batches(credited.requests)
+                correction, measured = learner.correction(state, credited.turns, credited.owners, again)
+                metrics |= {name: float(value) for name, value in measured.items()}
+                clock.lap("correction")
 
         if stage.policy:
             trained = valid.copy()
             if config.grpo.filter_zero_advantage:
                 trained &= np.asarray(informative_groups(groups, valid))[:, None]
             rollouts = batches.pack_rollouts(episodes, scores, advantages, trained.reshape(-1), self._longest)
-            state, learned = learner.policy_step(state, rollouts)
+            state, learned = learner.policy_step(state, rollouts, correction)
             metrics |= {name: float(value) for name, value in learned.items()}
             clock.lap("policy")
             self._counts["count/policy_updates"] += 1

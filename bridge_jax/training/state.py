@@ -6,18 +6,23 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from ml_collections import ConfigDict
 
 from bridge_jax.mesh import shard_tree
 from bridge_jax.models.lora import init_lora
 from bridge_jax.models.value import init_critic
-from bridge_jax.objectives import bilevel, ppo_step
+from bridge_jax.objectives import bilevel, ppo_step, two_state
 from bridge_jax.objectives.grpo import GRPOConfig
 from bridge_jax.objectives.ppo import PPOConfig
 from bridge_jax.objectives.rag import RetrieverLossConfig
 from bridge_jax.training import batch as batches
 from bridge_jax.training.assets import Assets, policy_lora, retriever_lora
 from bridge_jax.training.methods import method_of
+
+# A token's log-prob, the sampler's against the trainer's, by rounding alone: a change below it is no change.
+LOGP_GAP = {"float32": 1e-4, "bfloat16": 1e-2}
 
 
 def grpo_config(config: ConfigDict) -> GRPOConfig:
@@ -29,6 +34,9 @@ def grpo_config(config: ConfigDict) -> GRPOConfig:
         kl_coef=0.0 if _ppo(config) else g.kl_coef,
         aggregation=g.aggregation,
         normaliser=float(config.rollout.max_response_tokens),
+        llds=g.llds,
+        llds_gate=g.llds_gate,
+        llds_slack=LOGP_GAP[config.policy.compute_dtype],
     )
 
 
@@ -43,6 +51,7 @@ def retriever_loss_config(config: ConfigDict) -> RetrieverLossConfig | None:
         use_outcome=method.use_outcome,
         use_rag=method.use_rag,
         clamp_negative=c.clamp_negative,
+        anchor=c.anchor,
         credit_shown=config.rollout.shown if c.shown_only else 0,
     )
 
@@ -69,6 +78,7 @@ def step_config(config: ConfigDict) -> bilevel.StepConfig:
         retriever_optimizer=bilevel.OptimizerConfig(c.lr, c.weight_decay, c.grad_clip, c.warmup_steps),
         turn_minibatch=c.minibatch,
         turn_epochs=c.epochs,
+        estimator=method_of(config).estimator,
         ppo=ppo_config(config),
         critic_optimizer=bilevel.OptimizerConfig(p.critic_lr, g.weight_decay, g.grad_clip, p.critic_warmup_steps),
     )
@@ -81,10 +91,12 @@ class Learner:
         self.config, self.assets = config, assets
         settings = step_config(config)
         self.modules = bilevel.Modules(assets.policy, assets.encoder.module, *bilevel.make_optimizers(settings))
+        self._settings = settings
         self._frozen = bilevel.Frozen(_reference(config, assets), assets.encoder.params)
         self._retriever = jax.jit(functools.partial(bilevel.retriever_step, settings, self.modules), donate_argnums=1)
         policy_step = ppo_step.policy_step if _ppo(config) else bilevel.policy_step
         self._policy = jax.jit(functools.partial(policy_step, settings, self.modules), donate_argnums=1)
+        self._weights = jax.jit(functools.partial(two_state.correction_weights, settings, self.modules))
         self._publish = jax.jit(functools.partial(_in_compute_dtype, dtype=assets.policy.dtype))
 
     @property
@@ -106,15 +118,31 @@ class Learner:
             adapter = policy_lora(self.config) if self.config.policy.trainable == "lora" else None
             critic = shard_tree(assets.mesh, init_critic(jax.random.fold_in(key, 4), assets.base_params, adapter))
         retriever = shard_tree(assets.mesh, retriever)
-        return bilevel.init_state(self.modules, policy, retriever, jax.random.fold_in(key, 3), critic)
+        state = bilevel.init_state(self.modules, policy, retriever, jax.random.fold_in(key, 3), critic)
+        return two_state.with_star(self.modules, state) if self._settings.estimator == "two_state" else state
 
     def retriever_step(self, state: bilevel.BridgeState, turns: bilevel.Turns):
         """-> (state, metrics)"""
         return self._retriever(self._frozen, state, batches.place(turns, self.assets.mesh))
 
-    def policy_step(self, state: bilevel.BridgeState, rollouts: bilevel.Rollouts):
+    def correction(self, state: bilevel.BridgeState, turns: bilevel.Turns, owners, scored):
+        """-> (what `policy_step` adds to the policy's gradient, metrics). owners, scored: as in `two_state.correction`."""
+        weights = np.asarray(self._weights(self._frozen, state, batches.place(turns, self.assets.mesh)))
+        turns_in = int(turns.mask.sum())
+        added = two_state.correction(self._settings, self.modules, self._frozen, state.policy, weights, owners, turns_in, scored)
+        return added, {
+            "two_state/weight_change": float(np.abs(weights).sum() / max(turns_in, 1)),
+            "two_state/correction_norm": optax.tree.norm(added),
+        }
+
+    def policy_step(self, state: bilevel.BridgeState, rollouts: bilevel.Rollouts, correction=None):
         """-> (state, metrics)"""
-        return self._policy(self._frozen, state, batches.place(rollouts, self.assets.mesh))
+        added = () if correction is None else (correction,)
+        return self._policy(self._frozen, state, batches.place(rollouts, self.assets.mesh), *added)
+
+    def keep_policy(self, state: bilevel.BridgeState) -> bilevel.BridgeState:
+        """The state after a step in which the policy does not learn: `policy_step` without its update."""
+        return state.replace(step=state.step + 1)
 
     def policy_variables(self, state: bilevel.BridgeState) -> dict:
         """What `Qwen2.apply` takes: the policy published in its compute dtype (the same values the trainer computes with)."""
@@ -127,7 +155,8 @@ class Learner:
         return state.retriever if self.trains_retriever else None
 
     def compilations(self) -> int:
-        return self._retriever._cache_size() + self._policy._cache_size()
+        own = (self._retriever, self._policy, self._weights)
+        return sum(program._cache_size() for program in own) + two_state.compilations()
 
 
 def _reference(config: ConfigDict, assets: Assets):

@@ -25,7 +25,7 @@ from bridge_jax.objectives.bilevel import (
     policy_update,
     retriever_update,
 )
-from bridge_jax.objectives.grpo import GRPOConfig, policy_loss
+from bridge_jax.objectives.grpo import GRPOConfig, displacement_guard, policy_loss
 from bridge_jax.objectives.logprobs import token_logps
 from bridge_jax.objectives.rag import RetrieverLossConfig
 
@@ -201,6 +201,38 @@ def test_micro_batches_are_the_whole_batch(aggregation):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5 * size), whole, parts)
     for name in metrics:
         assert metrics[name] == pytest.approx(float(metrics_parts[name]), rel=1e-4, abs=2e-5)
+
+
+def test_the_displacement_guard_in_micro_batches_is_that_of_the_whole_batch():
+    """It divides by the tokens that fell in the whole minibatch: unequal parts must not be averaged."""
+    config = dataclasses.replace(CONFIG, grpo=GRPOConfig(kl_coef=0.0, aggregation="seq_mean", llds=0.7))
+    modules, frozen, fresh, batch = world(config)
+    shift = 0.3 * jax.random.normal(jax.random.key(11), batch.rollouts.mask.shape)
+    batch = replaced(batch, {"old_logps": jnp.where(batch.rollouts.mask, batch.rollouts.old_logps + shift, 0.0)})
+    rows = batch.rollouts
+
+    @jax.jit
+    def expected(policy):
+        logp, _ = jitted_logps(
+            modules.policy,
+            {"params": frozen.policy, "lora": policy},
+            rows.tokens,
+            positions=rows.positions,
+            segment_ids=rows.segment_ids,
+        )
+        total, count, _ = policy_loss(logp, rows.old_logps, None, rows.advantages, rows.mask, config.grpo)
+        fall, fallen = displacement_guard(logp, rows.old_logps, rows.advantages, rows.mask, config.grpo)
+        return total / count + 0.7 * fall / fallen, fall / fallen
+
+    (loss, fall), whole = jax.value_and_grad(expected, has_aux=True)(fresh().policy)
+    size = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(whole))
+    for microbatch in (8, 2):
+        parts, metrics = gradient(dataclasses.replace(config, minibatch=8, microbatch=microbatch), batch)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5 * size), whole, parts)
+        assert metrics["policy/llds"] == pytest.approx(float(fall), rel=1e-4)
+        assert metrics["policy/loss"] == pytest.approx(float(loss), rel=1e-4, abs=1e-5)
+    plain, metrics = gradient(dataclasses.replace(config, grpo=dataclasses.replace(config.grpo, llds=0.0)), batch)
+    assert "policy/llds" not in metrics and not same(plain, whole)
 
 
 def test_minibatches_are_successive_optimiser_steps():

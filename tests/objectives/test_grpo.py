@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bridge_jax.objectives.grpo import GRPOConfig, group_advantages, informative_groups, k3_kl, policy_loss
+from bridge_jax.objectives.grpo import GRPOConfig, displacement_guard, group_advantages, informative_groups, k3_kl, policy_loss
 
 
 def fixed(seed=0, B=6, T=11):
@@ -91,6 +91,54 @@ def test_micro_batches_change_nothing(config):
     parts = [policy_loss(new[i], old[i], ref[i], advantages[i], mask[i], config, entropy[i]) for i in cuts]
     summed = jax.tree.map(lambda *x: sum(x), *parts)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), whole, summed)
+
+
+def guard_by_hand(new, old, advantages, mask, passes, slack=0.0):
+    """Span by span: (sum, tokens, gradient) over actions whose summed log-prob fell."""
+    total, tokens, grad = 0.0, 0, np.zeros(mask.shape)
+    for b, row in enumerate(mask):
+        edges = np.flatnonzero(np.diff(np.pad(row.astype(int), 1)))
+        for start, end in edges.reshape(-1, 2):
+            fall = old[b, start:end] - new[b, start:end]
+            if passes(advantages[b]) and fall.sum() > slack * (end - start):
+                total, tokens = total + np.maximum(fall, 0).sum(), tokens + end - start
+                grad[b, start:end] = -(fall > 0).astype(float)
+    return total, tokens, grad
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("options", "passes", "slack"),
+    [
+        ({}, lambda a: a >= 0, 0.0),
+        ({"llds_gate": "positive"}, lambda a: a > 0, 0.0),
+        ({"llds_slack": 0.15}, lambda a: a >= 0, 0.15),
+    ],
+)
+def test_the_displacement_guard_by_hand(seed, options, passes, slack):
+    new, old, _, advantages, mask, _ = fixed(seed)
+    mask[2, 2:3] = mask[3, 5:7] = False  # more rows of several actions
+    config = GRPOConfig(llds=0.2, **options)
+    expected = guard_by_hand(new, old, advantages, mask, passes, slack)
+    assert expected[1] > 0
+    (total, tokens), grad = jax.value_and_grad(lambda x: displacement_guard(x, old, advantages, mask, config), has_aux=True)(new)
+    assert float(total) == pytest.approx(expected[0], rel=1e-5)
+    assert tokens == expected[1]
+    np.testing.assert_array_equal(grad, expected[2])
+    # what lies under the mask never matters, and cuts of the batch add up
+    junk = np.where(mask, new, np.nan), np.where(mask, old, np.nan), advantages, mask, config
+    np.testing.assert_array_equal(displacement_guard(*junk), (total, tokens))
+    parts = [displacement_guard(new[i], old[i], advantages[i], mask[i], config) for i in (slice(0, 2), slice(2, 6))]
+    np.testing.assert_allclose(np.sum(parts, 0), (total, tokens), rtol=1e-5)
+
+
+def test_the_displacement_guard_leaves_unchanged_actions_alone():
+    """On-policy nothing fell, and the kink of max(0, .) has no slope: no gradient."""
+    _, old, _, advantages, mask, _ = fixed()
+    args = old, advantages, mask, GRPOConfig(llds=1.0)
+    (total, tokens), grad = jax.value_and_grad(lambda x: displacement_guard(x, *args), has_aux=True)(jnp.asarray(old))
+    assert total == tokens == 0
+    assert not np.asarray(grad).any()
 
 
 @pytest.mark.parametrize("config", [case[0] for case in CASES])
@@ -189,5 +237,7 @@ def test_bad_options_are_refused():
         GRPOConfig(aggregation="mean")
     with pytest.raises(ValueError, match="dual_clip"):
         GRPOConfig(dual_clip=0.5)
+    with pytest.raises(ValueError, match="llds_gate"):
+        GRPOConfig(llds_gate="all")
     with pytest.raises(ValueError, match="dr_grpo"):
         group_advantages(np.zeros((1, 2)), "rloo")

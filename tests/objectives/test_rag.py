@@ -136,6 +136,29 @@ def test_missing_candidates_are_as_if_absent(config):
     assert all(np.isfinite(x) for x in sums.values())
 
 
+def test_the_anchor_pulls_towards_the_base_vector():
+    """dL/dq gets - anchor f_0(q) on real turns and nothing on padding; without its weight the distance is only reported."""
+    keys = jax.random.split(jax.random.key(5), 4)
+    queries, base = (jax.random.normal(key, (4, 8)) for key in keys[:2])
+    queries, base = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (queries, base))
+    docs, likelihood = jax.random.normal(keys[2], (4, 5, 8)), jax.random.normal(keys[3], (4, 5))
+    advantages, mask = jnp.array([1.0, 0.0, -1.0, 2.0]), jnp.array([True, True, True, False])
+
+    def loss(queries, anchor, base):
+        config = RetrieverLossConfig(gamma=0.1, anchor=anchor)
+        return retriever_loss(queries, docs, likelihood, advantages, mask, config, base_vectors=base)[0]
+
+    free = jax.grad(loss)(queries, 0.0, None)
+    np.testing.assert_array_equal(jax.grad(loss)(queries, 0.0, base), free)
+    anchored = jax.grad(loss)(queries, 5.0, base.at[3].set(jnp.nan))
+    np.testing.assert_allclose(anchored, free - jnp.where(mask[:, None], 5.0 * base, 0.0), atol=1e-6)
+    config = RetrieverLossConfig(gamma=0.1, anchor=5.0)
+    value, _, sums = retriever_loss(queries, docs, likelihood, advantages, mask, config, base_vectors=base)
+    distance = float((1 - (queries * base).sum(-1))[:3].sum())
+    assert float(sums["retriever/drift"]) == pytest.approx(distance, rel=1e-5)
+    assert float(value) == pytest.approx(float(loss(queries, 0.0, None)) + 5.0 * distance, rel=1e-5)
+
+
 def test_a_sharp_likelihood_moves_mass_where_p_is_flat():
     """The audited pattern: p nearly uniform, w on the favoured document."""
     scores = jnp.full((1, 40), 0.8) + 0.02 * jax.random.normal(jax.random.key(0), (1, 40))

@@ -160,9 +160,10 @@ def test_rag_then_rl_starts_with_the_retriever(runs):
     assert {path.name for path in (workdir / "eval").iterdir()} == {f"step_{n:06d}.json" for n in (0, 3, 6)}
 
 
-@pytest.mark.parametrize("killed_in", [3, 5])
-def test_a_run_in_stages_goes_on_across_them(world, runs, tmp_path, monkeypatch, killed_in):
-    whole, rows = runs("rag_then_rl")
+@pytest.mark.parametrize(("method", "killed_in"), [("rag_then_rl", 3), ("rag_then_rl", 5), ("two_state", 2)])
+def test_an_interrupted_run_goes_on_bit_for_bit(world, runs, tmp_path, monkeypatch, method, killed_in):
+    """Across stages, and with a second retriever in the state."""
+    whole, rows = runs(method)
     show = Display.step
 
     def interrupt(self, number, metrics):
@@ -171,21 +172,31 @@ def test_a_run_in_stages_goes_on_across_them(world, runs, tmp_path, monkeypatch,
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Display, "step", interrupt)
-    assert train.main(command(world, tmp_path, "rag_then_rl")) == 130
+    assert train.main(command(world, tmp_path, method)) == 130
     monkeypatch.setattr(Display, "step", show)
-    assert train.main(command(world, tmp_path, "rag_then_rl")) == 0
+    assert train.main(command(world, tmp_path, method)) == 0
     assert results(tmp_path) == rows
     for part in ("policy_lora", "retriever"):
         a, b = exported(whole, part), exported(tmp_path, part)
         assert all(np.array_equal(a[name], b[name]) for name in a)
 
 
+def test_two_state_and_drop_correct_the_policy_alone(runs):
+    """On the first step bridge's rollouts and retriever; then the policy goes another way, and two_state's less far than drop's."""
+    (_, bridge), (folder, two_state), (_, drop) = runs("bridge"), runs("two_state"), runs("drop")
+    for rows in (two_state, drop):
+        for name in ("reward/mean", "retriever/loss", "retriever/grad_norm"):
+            assert rows[0][name] == pytest.approx(bridge[0][name], rel=1e-3, abs=1e-6), name
+        assert rows[0]["two_state/correction_norm"] > 0
+        assert rows[0]["policy/grad_norm"] != pytest.approx(bridge[0]["policy/grad_norm"], rel=1e-3)
+    assert 0 < two_state[0]["two_state/weight_change"] < drop[0]["two_state/weight_change"] == pytest.approx(1.0, abs=1e-5)
+    assert two_state[0]["two_state/correction_norm"] < drop[0]["two_state/correction_norm"]
+    assert two_state[-1]["two_state/star_drift"] > 0 and "two_state/star_drift" not in drop[-1]
+    assert not any(name.startswith("two_state/") for name in bridge[-1])
+    assert (folder / "checkpoints" / "3" / "star").is_dir()
+
+
 def test_a_run_in_stages_cannot_be_lengthened(world, runs, capsys):
     workdir, _ = runs("rag_then_rl")
     assert train.main(command(world, workdir, "rag_then_rl", "--config.train.steps=4")) == 2
     assert "train.steps was 3, now 4" in capsys.readouterr().err
-
-
-def test_search_r1_searches_more(runs):
-    _, rows = runs("search_r1", "--config.grpo.microbatch=5", "--config.rollout.max_response_tokens=320")
-    assert rows[-1]["count/rollouts"] == 3 * 8 * 5
