@@ -39,11 +39,11 @@ def get_config():
     c.rollout.max_observation_tokens = 64
     c.rollout.max_response_tokens = 160
     c.rollout.chunk = 12
-    c.rollout.batch_groups = 64
+    c.rollout.batch_groups = 32
 
     c.grpo.group_size = 4
-    c.grpo.minibatch_questions = 64
-    c.grpo.microbatch = 64
+    c.grpo.minibatch_questions = 32
+    c.grpo.microbatch = 32
     c.grpo.lr = 3e-4
     c.grpo.warmup_steps = 5
 
@@ -56,7 +56,7 @@ def get_config():
     c.credit.turns_per_batch = 16
 
     c.train.steps = 30
-    c.train.questions = 64
+    c.train.questions = 32
     c.train.eval_every = 0
     c.train.checkpoint_every = 10
     c.train.log_rollouts_every = 10

@@ -103,3 +103,17 @@ def test_cost_ratios():
     assert found["bridge_over_vt_search"] == 1.25
     assert found["one_state_time_saving"] == pytest.approx(0.6)
     assert found["one_state_memory_saving"] == pytest.approx(0.6)
+
+
+def test_rows_are_runnable_configurations():
+    args = runs.parser("", seeds=1).parse_args([])
+    known = ablation.known_rows(args)
+    assert known["vt_search_2g"]["grpo.group_size"] == 8
+    for name, changes in known.items():
+        [run] = ablation.runs_of(name, changes, args, ablation.base(args))
+        assert run.total > 0, name
+    for world in first_hop.WORLDS:
+        for variant in first_hop.VARIANTS:
+            assert first_hop.runs_of(world, variant, args)[0].total > 0
+    quick = runs.parser("", seeds=1).parse_args(["--quick"])
+    assert all(ablation.runs_of(name, changes, quick, ablation.base(quick))[0].total <= 4 for name, changes in known.items())
