@@ -16,7 +16,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["bridge_jax", "bridge_jax.*"]),
-    package_data={"bridge_jax.data": ["embedded/*"], "bridge_jax.models": ["shipped/*/*"]},
+    package_data={"bridge_jax.data": ["embedded/*"], "bridge_jax.models": ["shipped/README.md", "shipped/*/*"]},
     install_requires=[
         JAX,
         "flax>=0.12,<0.13",

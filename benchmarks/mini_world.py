@@ -17,7 +17,8 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from end_to_end import RESULTS, ROOT, machine
+from machine import about
+from training_runs import HOME, RESULTS
 
 from bridge_jax import config as configuration
 from bridge_jax.data.mini.language import ASPECTS
@@ -67,13 +68,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="50 questions a set")
     args, overrides = parser.parse_known_args()
     overrides = [word.removeprefix("--config.") for word in overrides]
-    config = configuration.load(ROOT / "configs" / "mini.py", [f"data.eval_limit={50 if args.quick else 0}", *overrides])
+    config = configuration.load(HOME / "configs" / "mini.py", [f"data.eval_limit={50 if args.quick else 0}", *overrides])
     with tempfile.TemporaryDirectory() as workdir:
         assets = load_assets(config, Path(workdir))
     sets = load_sets(config, split=args.split)
     perfect = dataclasses.replace(assets, retriever=PerfectRetriever(assets.retriever))
     summary = {
-        "machine": machine(),
+        "machine": about(),
         "split": args.split,
         "start": measure(assets, sets),
         "perfect_retriever": measure(perfect, sets),
