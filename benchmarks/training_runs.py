@@ -293,7 +293,7 @@ def parser(description: str, seeds: int, config: str = "configs/mini.py") -> arg
 
 
 QUICK = {
-    "train.steps": 2, "train.questions": 8, "grpo.minibatch_questions": 8, "grpo.microbatch": 8, "rollout.batch_groups": 8,
+    "train.steps": 2, "train.questions": 16, "grpo.minibatch_questions": 8, "grpo.microbatch": 8, "rollout.batch_groups": 8,
     "credit.max_turns": 16, "credit.minibatch": 16, "credit.turns_per_batch": 8, "data.eval_limit": 4, "train.eval_every": 1,
     "train.checkpoint_every": 1, "train.log_rollouts_every": 1,
 }  # fmt: skip

@@ -337,6 +337,16 @@ def validate(config: ConfigDict) -> None:
             f"config.policy.algorithm=ppo: method {config.method.name} trains the retriever, whose credit is GRPO's advantage: use "
             f"--config.policy.algorithm=grpo, or a method that leaves the retriever alone ({frozen})"
         )
+    if config.policy.algorithm == "ppo" and config.grpo.llds:
+        raise UserError(
+            f"config.grpo.llds={config.grpo.llds}: the guard needs one advantage an action, and PPO has one a token: set it to 0, "
+            "or use grpo"
+        )
+    if config.grpo.llds and config.train.questions == config.grpo.minibatch_questions:
+        raise UserError(
+            f"config.grpo.llds={config.grpo.llds}: with one minibatch a step no likelihood has fallen when it looks: set "
+            f"config.grpo.minibatch_questions to less than config.train.questions={config.train.questions}, or llds to 0"
+        )
     if config.policy.algorithm == "ppo" and config.grpo.filter_zero_advantage:
         raise UserError("config.grpo.filter_zero_advantage=True: PPO learns from every rollout: set it to False, or use grpo")
     if method.use_rag and not method.use_outcome and config.credit.gamma == 0:

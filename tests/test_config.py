@@ -74,6 +74,16 @@ def test_ppo_has_no_groups_to_filter():
         configuration.load(POCKET, [*ppo, "grpo.filter_zero_advantage=true"])
 
 
+def test_the_displacement_guard_is_refused_where_it_cannot_act():
+    guard = ["grpo.llds=0.01", "method.name=vt_search"]
+    with pytest.raises(UserError, match=r"grpo\.llds=0\.01: with one minibatch a step"):
+        configuration.load(POCKET, guard)
+    several = [*guard, "grpo.minibatch_questions=2"]
+    assert configuration.load(POCKET, several).grpo.llds == 0.01
+    with pytest.raises(UserError, match="one advantage an action"):
+        configuration.load(POCKET, [*several, "policy.algorithm=ppo"])
+
+
 def test_missing_and_broken_files(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         configuration.load(tmp_path / "none.py")

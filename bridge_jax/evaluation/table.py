@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from rich.table import Table
 
-_STYLE = {"title_justify": "left", "box": None, "padding": (0, 2, 0, 0)}  # narrow: a row fits into 80 columns
+_STYLE = {"title_justify": "left", "box": None, "padding": (0, 1, 0, 0)}  # narrow: a row fits into 80 columns
 LABELS = {"single_hop": "single-hop avg", "multi_hop": "multi-hop avg", "overall": "average"}
 
 
