@@ -37,7 +37,7 @@ def get_config():
     c.rollout.max_prompt_tokens = 32
     c.rollout.max_new_tokens = 12
     c.rollout.max_observation_tokens = 64
-    c.rollout.max_response_tokens = 160
+    c.rollout.max_response_tokens = 320  # room for the four searches of search_r1
     c.rollout.chunk = 12
     c.rollout.batch_groups = 32
 
