@@ -103,6 +103,7 @@ def main() -> None:
     parser = runs.parser(__doc__, seeds=3)
     parser.add_argument("--rows", default="main", help="groups of rows, with commas: main, order, rollouts, options (default main)")
     parser.add_argument("--wall-clock", action=argparse.BooleanOptionalAction, default=True, help="the table at equal wall clock")
+    parser.add_argument("--read", action="store_true", help="run nothing: the tables of the rows whose runs are finished")
     args = parser.parse_args()
     table = rows_of(configuration.load(runs.HOME / args.config).grpo.group_size)
     wanted = args.rows.split(",")
@@ -111,7 +112,8 @@ def main() -> None:
     root, shared = runs.root_of(args, NAME), base(args)
     # bridge and vt_search first: the differences of all others are to them.
     chosen = {"bridge": {}, "vt_search": {}} | {name: changes for group in wanted for name, changes in table[group].items()}
-    failures = runs.execute([run for name in chosen for run in runs_of(name, chosen[name], args, shared)], root, args.jobs)
+    wanted_runs = [run for name in chosen for run in runs_of(name, chosen[name], args, shared)]
+    failures = [] if args.read else runs.execute(wanted_runs, root, args.jobs)
 
     known = known_rows(args)
     rows = load(known, args, shared, root)
@@ -129,7 +131,7 @@ def main() -> None:
     result["table"] = {"start": line([before] * args.seeds, rows, rows["bridge"].outcomes)}
     result["table"] |= {name: line(row.finals, rows, row.outcomes) for name, row in rows.items()}
     result["order"] = order(rows)
-    if args.wall_clock and "main" in wanted:
+    if args.wall_clock and "main" in wanted and not args.read:
         more, failed = equal_wall_clock(rows, args, shared, root)
         failures += failed
         result["equal_wall_clock"] = more
