@@ -37,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bridge_jax import config as configuration
+from bridge_jax.evaluation import aggregate
 from bridge_jax.training.methods import METHODS
 
 NAME = "ablation"
@@ -188,7 +189,7 @@ def line(finals: Sequence[dict], rows: Mapping[str, Row], outcomes: Sequence[Out
     `finals`: one evaluation a seed; where it is on fewer questions than the others', the difference is over those.
     """
     ids = reading.question_ids(finals[0])
-    ours, groups = reading.scores(finals), reading.groups(list(ids))
+    ours, groups = reading.scores(finals), aggregate.groups(list(ids))
     of = {group: stats.estimate(ours, sets) for group, sets in groups.items()}
     recall = reading.scores(finals, "recall@3")
     result = {
@@ -219,7 +220,7 @@ def order(rows: Mapping[str, Row]) -> dict:
     if not {"rag_then_rl", "rl_then_rag"} <= set(rows):
         return {}
     first, last = (reading.scores(rows[name].finals) for name in ("rag_then_rl", "rl_then_rag"))
-    groups = reading.groups(list(first))
+    groups = aggregate.groups(list(first))
     return {"rag_then_rl_minus_rl_then_rag": {group: stats.difference(first, last, sets) for group, sets in groups.items()}}
 
 
@@ -268,7 +269,7 @@ def curve(row: Row) -> dict:
     found = {"steps": steps, "seconds": [float(np.mean([o.seconds(step) for o in row.outcomes])) for step in steps]}
     for step in steps:
         table = reading.scores([outcome.at(step) for outcome in row.outcomes])
-        for group, sets in reading.groups(list(table)).items():
+        for group, sets in aggregate.groups(list(table)).items():
             found.setdefault(group, []).append(stats.mean(table, sets))
     return found
 
@@ -293,7 +294,7 @@ def show(result: Mapping) -> None:
 def paper_table(table: Mapping[str, dict], title: str) -> Table:
     """Single-hop columns, multi-hop columns, averages."""
     sets = list(next(iter(table.values()))["em_by_set"])
-    groups = reading.groups(sets)
+    groups = aggregate.groups(sets)
     columns = [*groups.get("single_hop", []), *groups.get("multi_hop", [])]
     shown = Table(title=title, box=None, padding=(0, 2, 0, 0), title_justify="left")
     shown.add_column("row")

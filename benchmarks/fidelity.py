@@ -225,11 +225,8 @@ def _lower_losses(settings: bilevel.StepConfig, point: Point, lora, turns: bilev
 
 def _scored_again(batch: Measured, policy) -> bilevel.Turns:
     """The turns with the document likelihoods of another theta."""
-    point, credits = batch.point, batch.credited.credits
-    likelihoods: list[np.ndarray | None] = [None] * len(credits)
-    for u, values in zip(batch.credited.owners, point.credit.scorer({"params": policy}, batch.credited.requests), strict=True):
-        likelihoods[u] = values if likelihoods[u] is None else likelihoods[u] + values
-    credits = [dataclasses.replace(credit, likelihood=values) for credit, values in zip(credits, likelihoods)]
+    point, credited = batch.point, batch.credited
+    credits = point.credit.scored({"params": policy}, credited.credits, credited.requests, credited.owners)
     return batches.pack_turns(point.assets, credits, batch.advantages, batches.turn_rows(point.config))
 
 

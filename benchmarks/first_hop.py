@@ -27,6 +27,7 @@ from credit_audit import over_seeds
 from machine import about
 from outcomes import Outcome
 
+from bridge_jax.evaluation import aggregate
 from bridge_jax.training.credit_audit import summarise
 
 NAME = "first_hop"
@@ -94,7 +95,7 @@ def compared(rows: dict[str, Sequence[Outcome]]) -> dict[str, dict]:
     recalls = {variant: by_hop([outcome.final for outcome in found]) for variant, found in rows.items()}
     result = {}
     for variant, found in rows.items():
-        ours, groups = tables[variant], reading.groups(list(tables[variant]))
+        ours, groups = tables[variant], aggregate.groups(list(tables[variant]))
         groups["two_hop"] = [name for name in TWO_HOP if name in ours]
         late = [[row for row in rows_of(outcome.rollout_rows()) if row["step"] > outcome.run.total * 2 / 3] for outcome in found]
         row = result[variant] = {

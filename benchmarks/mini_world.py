@@ -13,12 +13,13 @@ import argparse
 import dataclasses
 import itertools
 import json
+import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
+import training_runs as runs
 from machine import about
-from training_runs import HOME, RESULTS
 
 from bridge_jax import config as configuration
 from bridge_jax.data.mini.language import ASPECTS
@@ -65,10 +66,11 @@ def measure(assets, sets) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--split", default="test")
-    parser.add_argument("--quick", action="store_true", help="50 questions a set")
-    args, overrides = parser.parse_known_args()
-    overrides = [word.removeprefix("--config.") for word in overrides]
-    config = configuration.load(HOME / "configs" / "mini.py", [f"data.eval_limit={50 if args.quick else 0}", *overrides])
+    parser.add_argument("--quick", action="store_true", help="50 questions a set (the result lies under runs/)")
+    parser.set_defaults(root=None)
+    overrides, rest = configuration.split_overrides(sys.argv[1:])
+    args = parser.parse_args(rest)
+    config = configuration.load(runs.HOME / "configs" / "mini.py", [f"data.eval_limit={50 if args.quick else 0}", *overrides])
     with tempfile.TemporaryDirectory() as workdir:
         assets = load_assets(config, Path(workdir))
     sets = load_sets(config, split=args.split)
@@ -79,8 +81,7 @@ def main() -> None:
         "start": measure(assets, sets),
         "perfect_retriever": measure(perfect, sets),
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / "mini_world.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    runs.save("mini_world", summary, args)
     print(json.dumps(summary))
 
 

@@ -10,11 +10,7 @@ from pathlib import Path
 import numpy as np
 from training_runs import Run, evaluation_of
 
-from bridge_jax.data.formats import canonical_name
-from bridge_jax.evaluation.aggregate import MULTI_HOP, SINGLE_HOP
 from bridge_jax.training.metrics import read_metrics
-
-GROUPS = {"single_hop": SINGLE_HOP, "multi_hop": MULTI_HOP}
 
 
 class Outcome:
@@ -75,8 +71,3 @@ def scores(evaluations: Sequence[dict], metric: str = "em", only: Mapping[str, S
 def question_ids(evaluation: dict) -> dict[str, list[str]]:
     return {name: [row["id"] for row in rows] for name, rows in evaluation["predictions"].items()}
 
-
-def groups(sets: Sequence[str]) -> dict[str, list[str]]:
-    """{"single_hop", "multi_hop", "overall"}: which sets an average is over, as in `evaluation.aggregate`."""
-    named = {group: [n for n in sets if canonical_name(n.split("/")[-1]) in known] for group, known in GROUPS.items()}
-    return {group: names for group, names in named.items() if names} | {"overall": list(sets)}

@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     # Imported late: --help and a mistyped option should answer at once.
+    from bridge_jax.data.corpora import corpus_path
     from bridge_jax.errors import UserError
     from bridge_jax.models import e5
     from bridge_jax.retrieval.corpus import Corpus
@@ -55,11 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name in ("batch_size", "max_length"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
-    corpus = args.corpus
-    if corpus in ("embedded", "mini"):
-        from bridge_jax.data import embedded, mini
-
-        corpus = {"embedded": embedded, "mini": mini}[corpus].corpus_path()
+    corpus = corpus_path(args.corpus)
     Corpus.open(corpus, args.limit)  # a bad corpus is refused before an encoder is fetched
     encoder = e5.load(args.encoder, query_prefix=args.query_prefix, passage_prefix=args.passage_prefix, max_length=args.max_length)
     index = build_index(corpus, encoder, args.out, args.kind, args.limit, batch_size=args.batch_size, force=args.force)

@@ -75,19 +75,22 @@ def summarise(records: Sequence[Mapping], k: int, seed: int = 0) -> dict:
 
 def averages(records: Mapping[str, Sequence[Mapping]], k: int, seed: int = 0) -> dict[str, dict]:
     """{"single_hop": .., "multi_hop": .., "overall": ..}: every data set counts the same. No set of a kind, no entry."""
-    known = {"single_hop": SINGLE_HOP, "multi_hop": MULTI_HOP}
-    groups = {group: [n for n in records if canonical_name(n.split("/")[-1]) in names] for group, names in known.items()}
-    groups["overall"] = list(records)
     result = {}
-    for group, names in groups.items():
-        if names:
-            parts = [records[name] for name in names]
-            low, high = interval([[row["em"] for row in part] for part in parts], seed)
-            result[group] = {"datasets": names, "n": sum(map(len, parts)), "em_low": low, "em_high": high}
-            for name in _names(k):
-                means = [mean for part in parts if (mean := _mean(part, name)) is not None]
-                result[group][name] = float(np.mean(means)) if means else None
+    for group, names in groups(list(records)).items():
+        parts = [records[name] for name in names]
+        low, high = interval([[row["em"] for row in part] for part in parts], seed)
+        result[group] = {"datasets": names, "n": sum(map(len, parts)), "em_low": low, "em_high": high}
+        for name in _names(k):
+            means = [mean for part in parts if (mean := _mean(part, name)) is not None]
+            result[group][name] = float(np.mean(means)) if means else None
     return result
+
+
+def groups(sets: Sequence[str]) -> dict[str, list[str]]:
+    """{"single_hop", "multi_hop", "overall"}: the sets that each average is over; a group without a set is left out."""
+    known = {"single_hop": SINGLE_HOP, "multi_hop": MULTI_HOP}
+    found = {group: [name for name in sets if canonical_name(name.split("/")[-1]) in names] for group, names in known.items()}
+    return {group: names for group, names in (found | {"overall": list(sets)}).items() if names}
 
 
 def interval(values: Sequence[Sequence[float]], seed: int) -> tuple[float, float]:

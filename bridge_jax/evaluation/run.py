@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from bridge_jax.data import embedded, mini
+from bridge_jax.data.corpora import SHIPPED
 from bridge_jax.data.formats import canonical_name
 from bridge_jax.data.prompts import build_prompt
 from bridge_jax.data.qa import Question, load_questions
@@ -105,8 +105,7 @@ def _source(config, name: str) -> str:
         return name
     wanted = canonical_name(name)
     for spec in (*config.data.eval, *config.data.train):
-        if canonical_name(spec.split("/")[-1]) == wanted and spec.startswith(("embedded/", "mini/")):
+        if canonical_name(spec.split("/")[-1]) == wanted and spec.startswith(tuple(f"{corpus}/" for corpus in SHIPPED)):
             return spec
-    if config.index.corpus == "mini" and wanted in mini.SETS:
-        return f"mini/{wanted}"
-    return f"embedded/{wanted}" if config.index.corpus == "embedded" and wanted in embedded.SETS else name
+    shipped = SHIPPED.get(config.index.corpus)
+    return f"{config.index.corpus}/{wanted}" if shipped and wanted in shipped.SETS else name

@@ -192,7 +192,7 @@ def retriever_update(config: StepConfig, modules: Modules, encoder_params, lora,
 
     def minibatch(carry, rows: Turns):
         lora, opt_state = carry
-        rows = _constrained(rows, modules.policy)
+        rows = constrained(rows, modules.policy)
         gradient, (total, turns_in, sums) = jax.grad(loss, has_aux=True)(lora, rows)
         lora, opt_state, norm, skipped = guarded_update(modules.retriever_optimizer, gradient, opt_state, lora, turns_in > 0)
         return (lora, opt_state), (sums | {"retriever/loss": total}, turns_in, norm, skipped)
@@ -243,12 +243,12 @@ def policy_gradient(config: StepConfig, modules: Modules, frozen_params, policy,
         return total, (sums | {"loss": total, "denominator": denominator, "gap": gap.sum()}, gap.max())
 
     def micro(rows: Rollouts, guard_scale=None):
-        rows = _constrained(rows, model)
+        rows = constrained(rows, model)
         gradient, (sums, gap_max) = jax.grad(loss, has_aux=True)(policy, rows, reference(rows), guard_scale)
         return gradient, sums, gap_max
 
     def counts(rows: Rollouts):
-        rows = _constrained(rows, model)
+        rows = constrained(rows, model)
         return loss_denominator(rows.mask, grpo), guard(logps(policy_variables(config, frozen_params, policy), rows)[0], rows)[1]
 
     if parts == 1:
@@ -317,12 +317,13 @@ def policy_variables(config: StepConfig, frozen_params, policy) -> dict:
     return {"params": policy} if config.trainable == "full" else {"params": frozen_params, "lora": policy}
 
 
-def split_rows(config: StepConfig, rollouts: Rollouts, steps: int) -> Rollouts:
-    """[B, ...] -> [steps, parts, microbatch, ...]"""
-    return jax.tree.map(lambda x: x.reshape(steps, -1, config.microbatch, *x.shape[1:]), rollouts)
+def split_rows(config: StepConfig, rows, steps: int):
+    """A tree of arrays [B, ...] -> [steps, parts, microbatch, ...]"""
+    return jax.tree.map(lambda x: x.reshape(steps, -1, config.microbatch, *x.shape[1:]), rows)
 
 
-def _constrained(rows, model):
+def constrained(rows, model):
+    """A tree of [rows, ...] arrays, split over the batch axes of the model's mesh."""
     return jax.tree.map(lambda x: constrain(x, model.mesh, P(BATCH)), rows)
 
 

@@ -14,7 +14,13 @@ from bridge_jax.models import qwen2
 from bridge_jax.objectives.logprobs import token_logps
 
 
-def document_log_likelihood(
+def document_log_likelihood(model: qwen2.Qwen2, variables, *batch, **options) -> jax.Array:
+    """`differentiable_log_likelihood` without a gradient: what the retriever's credit takes (METHOD 3)."""
+    likelihood = differentiable_log_likelihood(model, jax.lax.stop_gradient(variables), *batch, **options)
+    return jax.lax.stop_gradient(likelihood)
+
+
+def differentiable_log_likelihood(
     model: qwen2.Qwen2,
     variables,
     history: jax.Array,
@@ -34,34 +40,8 @@ def document_log_likelihood(
       answer_mask [U, C, T] bool: the tokens whose log-probabilities are summed; never column 0. A row without any gives 0.
       answer_tokens: static bound on answer tokens a row (default T); further ones would be ignored.
       chunk: tokens unembedded at once. [U*C, T, V] is never built: only the states that predict answer tokens are unembedded.
+    Its gradient with respect to `variables` is theta's part of L_RAG (METHOD 1, `objectives.two_state`).
     """
-    likelihood = differentiable_log_likelihood(
-        model,
-        jax.lax.stop_gradient(variables),
-        history,
-        history_valid,
-        continuation,
-        continuation_valid,
-        answer_mask,
-        answer_tokens=answer_tokens,
-        chunk=chunk,
-    )
-    return jax.lax.stop_gradient(likelihood)
-
-
-def differentiable_log_likelihood(
-    model: qwen2.Qwen2,
-    variables,
-    history: jax.Array,
-    history_valid: jax.Array,
-    continuation: jax.Array,
-    continuation_valid: jax.Array,
-    answer_mask: jax.Array,
-    *,
-    answer_tokens: int | None = None,
-    chunk: int = 1024,
-) -> jax.Array:
-    """`document_log_likelihood` with gradients to `variables`: theta's part of L_RAG (METHOD 1, `objectives.two_state`)."""
     U, C, T = continuation.shape
     A = T if answer_tokens is None else min(answer_tokens, T)
 

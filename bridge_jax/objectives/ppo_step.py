@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
-from bridge_jax.mesh import BATCH, constrain
 from bridge_jax.models.value import token_values
 from bridge_jax.objectives import ppo
 from bridge_jax.objectives.bilevel import (
@@ -22,8 +20,10 @@ from bridge_jax.objectives.bilevel import (
     Modules,
     Rollouts,
     StepConfig,
+    constrained,
     guarded_update,
     policy_update,
+    split_rows,
 )
 from bridge_jax.objectives.logprobs import sequence_logps
 
@@ -32,14 +32,14 @@ def before_update(config: StepConfig, modules: Modules, frozen_params, critic, r
     """-> (values [B, T], reference log-probs [B, T], or None when the KL costs nothing), under the weights a step starts with."""
 
     def forward(rows: Rollouts):
-        rows = jax.tree.map(lambda x: constrain(x, modules.policy.mesh, P(BATCH)), rows)
+        rows = constrained(rows, modules.policy)
         where = {"positions": rows.positions, "segment_ids": rows.segment_ids}
         values = token_values(modules.policy, frozen_params, critic, rows.tokens, **where)
         if config.ppo.kl_coef == 0.0:
             return values, None
         return values, sequence_logps(modules.policy, {"params": frozen_params}, rows.tokens, chunk=config.chunk, **where)[0]
 
-    parts = jax.tree.map(lambda x: x.reshape(-1, config.microbatch, *x.shape[1:]), rollouts)
+    parts = jax.tree.map(lambda x: x[0], split_rows(config, rollouts, 1))
     return jax.tree.map(lambda x: x.reshape(rollouts.tokens.shape), jax.lax.map(forward, parts))
 
 
@@ -58,8 +58,7 @@ def critic_update(config: StepConfig, modules: Modules, frozen_params, critic, o
         return total, sums | {"loss": total, "tokens": tokens}
 
     def micro(critic, part):
-        part = jax.tree.map(lambda x: constrain(x, modules.policy.mesh, P(BATCH)), part)
-        return jax.grad(loss, has_aux=True)(critic, part)
+        return jax.grad(loss, has_aux=True)(critic, constrained(part, modules.policy))
 
     def minibatch(carry, parts):
         critic, opt_state = carry
@@ -73,9 +72,7 @@ def critic_update(config: StepConfig, modules: Modules, frozen_params, critic, o
         critic, opt_state, norm, skipped = guarded_update(modules.critic_optimizer, gradient, opt_state, critic, tokens > 0)
         return (critic, opt_state), (sums, norm, skipped)
 
-    # [B, ...] -> [minibatches, parts, microbatch, ...]
-    parts = config.minibatch // config.microbatch
-    rows = jax.tree.map(lambda x: x.reshape(-1, parts, config.microbatch, *x.shape[1:]), (rollouts, values, returns))
+    rows = split_rows(config, (rollouts, values, returns), len(values) // config.minibatch)
     (critic, opt_state), out = jax.lax.scan(
         lambda carry, _: jax.lax.scan(minibatch, carry, rows), (critic, opt_state), None, length=config.epochs
     )

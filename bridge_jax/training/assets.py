@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from bridge_jax.data import embedded, mini
+from bridge_jax.data import corpora
 from bridge_jax.data.cache import cache_dir
 from bridge_jax.data.formats import canonical_name
 from bridge_jax.data.qa import OFFICIAL
@@ -124,8 +124,7 @@ def load_encoder(config: ConfigDict, mesh: Mesh | None) -> e5.Encoder:
 
 
 def corpus_path(config: ConfigDict) -> Path:
-    shipped = {"embedded": embedded.corpus_path, "mini": mini.corpus_path}
-    return shipped[config.index.corpus]() if config.index.corpus in shipped else Path(config.index.corpus)
+    return corpora.corpus_path(config.index.corpus)
 
 
 def open_or_build_index(config: ConfigDict, encoder: e5.Encoder, corpus: Corpus, mesh: Mesh | None):

@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from bridge_jax.training.credit_stage import Credited
 
 # Columns of a row that are averaged; NaN where a number does not exist for a turn.
-MEASURES = (
-    "zero_advantage", "p_entropy", "p_max", "w_max", "gold_in_candidates", "p_gold", "w_gold", "argmax_p_gold", "argmax_l_gold",
-    "argmax_w_gold",
-)  # fmt: skip
+OF_GOLD = ("gold_in_candidates", "p_gold", "w_gold", "argmax_p_gold", "argmax_l_gold", "argmax_w_gold")
+MEASURES = ("zero_advantage", "p_entropy", "p_max", "w_max", *OF_GOLD)
 
 
 def audit(
@@ -55,25 +53,10 @@ def audit(
         p, w = posterior(turn.scores, likelihood, tau, turn.rows >= 0)
         shown = {int(row) for earlier in episode.turns[: credit.number] for row in earlier.rows[: earlier.shown]}
         hop = hop_of(golds, shown, {int(row) for row in turn.rows})
-        answers = {rewards.normalize_answer(gold) for gold in episode.question.golds}
-        row = {
-            "episode": credit.episode,
-            "turn": credit.number + 1,
-            "advantage": float(advantages[credit.episode]),
-            "golds": len(golds),
-            "yes_no": int(bool(answers) and answers <= {"yes", "no"}),
-            "hop": hop,
-            "credit_answer": int(credit.kind in ("answer", "both")),
-            "credit_next_action": int(credit.kind in ("next_action", "both")),
-            "masked": int(credit.kind == "masked"),
-            "own_span": int(credit.author == "own"),
-            "sibling_span": int(credit.author == "sibling"),
-            "zero_advantage": int(advantages[credit.episode] == 0.0),
-            "p_entropy": float(-(p[p > 0] * np.log(p[p > 0])).sum()),
-            "p_max": float(p.max()),
-            "w_max": math.nan if w is None else float(w.max()),
-        }
-        rows.append(row | _of_gold(golds[hop - 1] if hop else None, turn.rows, p, w, likelihood))
+        row = turn_of(credit.episode, credit.number, advantages[credit.episode], len(golds), episode.question.golds)
+        is_gold = (turn.rows == golds[hop - 1]) & (turn.rows >= 0) if hop else None
+        scored = None if likelihood is None else np.where(turn.rows >= 0, likelihood, -np.inf)
+        rows.append(row | {"hop": hop} | used_of(credit.kind, credit.author) | measures_of(p, w, scored, is_gold))
     return rows
 
 
@@ -135,21 +118,47 @@ def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     return means
 
 
-def _of_gold(gold: int | None, candidates: np.ndarray, p: np.ndarray, w: np.ndarray | None, likelihood: np.ndarray | None):
-    names = ("gold_in_candidates", "p_gold", "w_gold", "argmax_p_gold", "argmax_l_gold", "argmax_w_gold")
-    if gold is None:
-        return dict.fromkeys(names, math.nan)
-    is_gold = (candidates == gold) & (candidates >= 0)
-    values = {
-        "gold_in_candidates": int(is_gold.any()),
-        "p_gold": float(p[is_gold].sum()),
-        "argmax_p_gold": int(is_gold[p.argmax()]),
+def turn_of(episode: int, number: int, advantage: float, golds: int, answers: Sequence[str]) -> dict[str, float]:
+    """The columns of `audit` that say which turn it is. number: from 0. golds: gold passages. answers: gold answers."""
+    answers = {rewards.normalize_answer(answer) for answer in answers}
+    return {
+        "episode": episode,
+        "turn": number + 1,
+        "advantage": float(advantage),
+        "golds": golds,
+        "yes_no": int(bool(answers) and answers <= {"yes", "no"}),
+        "zero_advantage": int(advantage == 0.0),
     }
-    if w is None:
-        return values | dict.fromkeys(("w_gold", "argmax_l_gold", "argmax_w_gold"), math.nan)
-    values["w_gold"] = float(w[is_gold].sum())
-    values["argmax_l_gold"] = int(is_gold[np.where(candidates >= 0, likelihood, -np.inf).argmax()])
-    return values | {"argmax_w_gold": int(is_gold[w.argmax()])}
+
+
+def used_of(kind: str, author: str | None) -> dict[str, int]:
+    """The columns of `audit` that say what the turn was credited by, from `TurnCredit`'s kind and author."""
+    return {
+        "credit_answer": int(kind in ("answer", "both")),
+        "credit_next_action": int(kind in ("next_action", "both")),
+        "masked": int(kind == "masked"),
+        "own_span": int(author == "own"),
+        "sibling_span": int(author == "sibling"),
+    }
+
+
+def measures_of(p: np.ndarray, w: np.ndarray | None, likelihood: np.ndarray | None, is_gold: np.ndarray | None) -> dict[str, float]:
+    """The columns of `audit` that are measured on the candidates, arrays [C]. w, likelihood None: masked; is_gold None: no gold."""
+    found = {
+        "p_entropy": float(-(p[p > 0] * np.log(p[p > 0])).sum()),
+        "p_max": float(p.max()),
+        "w_max": math.nan if w is None else float(w.max()),
+    } | dict.fromkeys(OF_GOLD, math.nan)
+    if is_gold is not None:
+        found |= {
+            "gold_in_candidates": int(is_gold.any()),
+            "p_gold": float(p[is_gold].sum()),
+            "argmax_p_gold": int(is_gold[p.argmax()]),
+        }
+        if w is not None:
+            found |= {"w_gold": float(w[is_gold].sum()), "argmax_w_gold": int(is_gold[w.argmax()])}
+            found |= {"argmax_l_gold": int(is_gold[likelihood.argmax()])}
+    return found
 
 
 def hop_of(golds: Sequence, shown: Set, candidates: Set) -> int:

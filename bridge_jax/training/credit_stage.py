@@ -56,14 +56,20 @@ class CreditStage:
         credits = [credit_of(config, episodes, scores, i, t) for i, t in chosen]
         asked = [(u, request) for u, credit in enumerate(credits) for request in self._requests(episodes, credit)]
         owners, requests = [u for u, _ in asked], [request for _, request in asked]
-        likelihoods: list[np.ndarray | None] = [None] * len(credits)
-        for u, values in zip(owners, self.scorer(variables, requests), strict=True):
-            likelihoods[u] = values if likelihoods[u] is None else likelihoods[u] + values
-        credits = [dataclasses.replace(credit, likelihood=values) for credit, values in zip(credits, likelihoods)]
+        credits = self.scored(variables, credits, requests, owners)
         turns = batches.pack_turns(assets, credits, advantages, batches.turn_rows(config))
         credited = Credited(credits, turns, requests, owners)
         rows = credit_audit.audit(episodes, credited, advantages, assets.corpus, config.credit.tau)
         return credited, _counts(credits) | credit_audit.step_metrics(rows)
+
+    def scored(
+        self, variables: dict, credits: Sequence[TurnCredit], requests: Sequence[scoring.Request], owners: Sequence[int]
+    ) -> list[TurnCredit]:
+        """The credits with their likelihoods under a policy; the last two arguments as in `Credited`."""
+        likelihoods: list[np.ndarray | None] = [None] * len(credits)
+        for u, values in zip(owners, self.scorer(variables, requests), strict=True):
+            likelihoods[u] = values if likelihoods[u] is None else likelihoods[u] + values
+        return [dataclasses.replace(credit, likelihood=values) for credit, values in zip(credits, likelihoods)]
 
     def _requests(self, episodes: Sequence[Episode], credit: TurnCredit) -> list[scoring.Request]:
         """What is scored for a turn: nothing when it is masked."""

@@ -10,6 +10,8 @@ import outcomes
 import pytest
 import training_runs as runs
 
+from bridge_jax.evaluation import aggregate
+
 TRAIN = """
 import json, os, pathlib, sys
 workdir, steps, fail = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "fail"
@@ -132,7 +134,7 @@ def test_what_is_read_back(tmp_path):
     np.testing.assert_array_equal(table["two_hop"], [[0, 1, 1, 1], [0, 0, 1, 1]])
     only = outcomes.scores([found[0].final], only={"one_hop": ["q3", "q0"], "two_hop": ["q0"]})
     np.testing.assert_array_equal(only["one_hop"], [[0, 1]])
-    assert outcomes.groups(list(table)) == {
+    assert aggregate.groups(list(table)) == {
         "single_hop": ["one_hop"], "multi_hop": ["two_hop"], "overall": ["one_hop", "two_hop"],
     }  # fmt: skip
     assert json.loads((tmp_path / "a/seed0/finished.json").read_text())["definition"][0] == "--config=configs/mini.py"

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from losses import masked_cross_entropy
 from traces import ASPECT_IDS, FIRST_SEED
 
 from bridge_jax.data.mini.language import ASPECTS, QUERIES, VAGUE_QUERIES
@@ -73,7 +74,10 @@ def train(tokenizer, steps: int = STEPS, say=print):
         passages = module.apply({"params": params}, passage_tokens, passage_mask)
         identity = optax.softmax_cross_entropy_with_integer_labels(queries @ passages.T / TEMPERATURE, jnp.arange(BATCH)).mean()
         losses, rights = zip(
-            *(_classify(vectors, heads, labels) for vectors, heads, labels in zip((passages, queries), heads, labels))
+            *(
+                masked_cross_entropy(10.0 * vectors @ heads, labels)
+                for vectors, heads, labels in zip((passages, queries), heads, labels)
+            )
         )
         return identity + ASPECT * sum(losses), (identity, *losses, *rights)
 
@@ -95,14 +99,6 @@ def train(tokenizer, steps: int = STEPS, say=print):
                 + f" {time.time() - began:.0f}s"
             )
     return module, trained[0]
-
-
-def _classify(vectors, head, labels):
-    """Cross-entropy and accuracy of a linear aspect classifier, over labels >= 0."""
-    scores, chosen = 10.0 * vectors @ head, labels >= 0
-    loss = optax.softmax_cross_entropy_with_integer_labels(scores, jnp.maximum(labels, 0))
-    count = jnp.maximum(chosen.sum(), 1)
-    return (loss * chosen).sum() / count, ((scores.argmax(-1) == labels) & chosen).sum() / count
 
 
 def recall(module, params, tokenizer, questions=1500) -> dict[str, float]:

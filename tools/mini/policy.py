@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from losses import masked_cross_entropy
 from traces import ASPECT_IDS, Batch, TraceWriter, batch_of
 
 from bridge_jax.data.mini.language import vocabulary
@@ -134,14 +135,6 @@ def _optimiser(steps: int):
     )
 
 
-def _cross_entropy(scores, labels):
-    """(mean loss, accuracy) over labels >= 0."""
-    chosen = labels >= 0
-    loss = optax.softmax_cross_entropy_with_integer_labels(scores, jnp.maximum(labels, 0))
-    count = jnp.maximum(chosen.sum(), 1)
-    return (loss * chosen).sum() / count, ((scores.argmax(-1) == labels) & chosen).sum() / count
-
-
 def _loss(model: Qwen2, trained, tokens, aspect, relevant, index, target, weight):
     params, heads = trained
     hidden, taps = model.apply(
@@ -153,8 +146,8 @@ def _loss(model: Qwen2, trained, tokens, aspect, relevant, index, target, weight
     )
     tap = jax.tree.leaves(taps)[0][-2]  # [B, T, D] after the last layer but one
     tap = tap * jax.lax.rsqrt(jnp.mean(tap * tap, -1, keepdims=True) + 1e-6)
-    aspect_loss, aspect_right = _cross_entropy(tap @ heads["aspect"], aspect)
-    relevant_loss, relevant_right = _cross_entropy(tap @ heads["relevant"], relevant)
+    aspect_loss, aspect_right = masked_cross_entropy(tap @ heads["aspect"], aspect)
+    relevant_loss, relevant_right = masked_cross_entropy(tap @ heads["relevant"], relevant)
     chosen = jnp.take_along_axis(hidden, index[:, :, None], axis=1)
     logits = unembed(params, chosen, model.config)
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, target)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from bridge_jax.data.cache import atomic_folder, cache_dir
@@ -28,8 +28,7 @@ VERSION = 1  # of the generator: a change of world or questions gets a new numbe
 
 def corpus_path() -> Path:
     """The corpus as jsonl, one passage a line."""
-    rows = ({"id": p.id, "contents": f'"{p.title}"\n{p.text}'} for p in make_world().passages)
-    return _written("corpus.jsonl", rows)
+    return _written("corpus.jsonl", lambda: ({"id": p.id, "contents": f'"{p.title}"\n{p.text}'} for p in make_world().passages))
 
 
 def questions_path(name: str, split: str | None = None) -> Path:
@@ -45,25 +44,22 @@ def questions_path(name: str, split: str | None = None) -> Path:
         raise UserError(f"no mini question set '{name}'; {hint}")
     if split not in SIZES[name]:
         raise UserError(f"'mini/{name}' has no split '{split}'; its splits are {', '.join(SIZES[name])}")
-    rows = (
-        {
-            "id": f"{name}-{split}-{n:04d}",
-            "question": q.question,
-            "golden_answers": [q.answer],
-            "metadata": {"gold_ids": list(q.gold_passages), "form": q.form},
-        }
-        for n, q in enumerate(questions(make_world(), name, split))
-    )
+
+    def rows() -> Iterable[dict]:
+        for n, q in enumerate(questions(make_world(), name, split)):
+            metadata = {"gold_ids": list(q.gold_passages), "form": q.form}
+            yield {"id": f"{name}-{split}-{n:04d}", "question": q.question, "golden_answers": [q.answer], "metadata": metadata}
+
     return _written(f"{name}_{split}.jsonl", rows)
 
 
-def _written(name: str, rows: Iterable[dict]) -> Path:
-    """<cache>/mini/v1/<name>/<name>, made when it is not there whole (its hash lies beside it)."""
+def _written(name: str, rows: Callable[[], Iterable[dict]]) -> Path:
+    """<cache>/mini/v1/<name>/<name>, generated when it is not there whole (its hash lies beside it)."""
     folder = cache_dir() / "mini" / f"v{VERSION}" / name
     path, mark = folder / name, folder / "sha256"
     if mark.is_file() and path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == mark.read_text():
         return path
-    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    data = "".join(json.dumps(row) + "\n" for row in rows()).encode()
     if folder.exists():
         raise UserError(f"{path} is damaged; delete the folder {folder} and run again")
     with atomic_folder(folder) as fresh:
