@@ -47,6 +47,9 @@ def get_config():
     c.grpo.lr = 3e-4
     c.grpo.warmup_steps = 5
 
+    c.ppo.critic_lr = 1e-3  # a new value head has twenty steps, not a thousand
+    c.ppo.critic_warmup_steps = 2
+
     c.credit.gamma = 1.0  # few turns an update: see METHOD defaults
     c.credit.tau = 0.05
     c.credit.max_turns = 256
