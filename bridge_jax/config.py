@@ -124,6 +124,7 @@ def default() -> ConfigDict:
     # What a turn that is followed by another search is credited by; last turns always by the answer (training/next_action.py).
     c.credit.target = "answer"  # answer | next_action | both (the sum)
     c.credit.no_span = "paper"  # without a successful next action: paper (the answer) | zero (no credit)
+    c.credit.sibling = "history"  # whose next action may serve: same tokens so far (history) | same query | any of the group
     c.credit.first_hop = "paper"  # paper | mask: no credit on such turns at all
 
     c.train = ConfigDict()
@@ -175,7 +176,7 @@ def parse_args(parser, argv: Sequence[str] | None = None):
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> ConfigDict:
-    """Run `get_config()` of the file, apply what the method implies, then `group.field=value` overrides; validate, lock.
+    """Run `get_config()` of the file, apply `group.field=value` overrides, then what the method implies elsewhere; validate, lock.
 
     Raises:
       UserError: naming the file, the field (with the nearest known name) or the value and what is allowed.
@@ -183,11 +184,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> ConfigDict:
     config = _run_file(Path(path))
     given = [(name, text) for name, _, text in (override.partition("=") for override in overrides)]
     for name, text in given:
-        if name == "method.name":
-            _set(config, name, text)
-    _apply_method(config, {name for name, _ in given})
-    for name, text in given:
         _set(config, name, text)
+    _apply_method(config, {name for name, _ in given})
     validate(config)
     return config.lock()
 
@@ -198,11 +196,16 @@ def _apply_method(config: ConfigDict, given: set[str]) -> None:
     method = methods.METHODS.get(known.get("method.name"))
     if method is None:
         return  # `validate` names it
-    capped = {name: min(limit, known[name]) for name, limit in method.at_most.items()}
-    implied = {name: value for name, value in {**method.implied, **capped}.items() if name not in given}
-    for name, value in implied.items():
+    implied = {}
+    for name, value in {**method.at_most, **method.implied}.items():
+        if name in given:
+            continue
         group, field = name.split(".")
-        config[group][field] = value
+        if name in method.at_most:
+            value = min(value, known[name])
+        elif callable(value):
+            value = value(config)
+        config[group][field] = implied[name] = value
     if implied:
         shown = ", ".join(f"{name}={value}" for name, value in implied.items())
         log.info("method %s implies %s (override with --config.group.field=value)", known["method.name"], shown)
@@ -256,6 +259,7 @@ _CHOICES = {
     "grpo.aggregation": ("token_mean", "seq_mean", "dr_grpo"),
     "credit.target": ("answer", "next_action", "both"),
     "credit.no_span": ("paper", "zero"),
+    "credit.sibling": ("history", "query", "any"),
     "credit.first_hop": ("paper", "mask"),
     "grpo.llds_gate": ("nonnegative", "positive"),
 }

@@ -17,9 +17,10 @@ from bridge_jax import config as configuration
 from bridge_jax.models import e5, qwen2
 from bridge_jax.models.lora import load_peft
 from bridge_jax.training.checkpoints import Checkpoints
+from bridge_jax.training.loop import _refuse_lost_checkpoints
 from bridge_jax.training.metrics import read_metrics
 from bridge_jax.training.session import open_session
-from bridge_jax.training.workdir import exclusive
+from bridge_jax.training.workdir import exclusive, written_field
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +180,9 @@ def test_a_finished_run_is_used_and_protected(world, tmp_path, capsys):
         path.write_bytes(whole[path])
 
     before = (workdir / "metrics.jsonl").read_bytes()
+    # A newest checkpoint six steps back is what a run that saved every third step may leave, however often the next one saves.
+    assert written_field(workdir, "train.checkpoint_every", 0) == 2
+    _refuse_lost_checkpoints(workdir, 0, 3)
     shutil.rmtree(workdir / "checkpoints")
     assert train.main(again) == 2
     assert "goes to step 6, but the newest checkpoint is of step 0" in capsys.readouterr().err
