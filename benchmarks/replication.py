@@ -139,14 +139,23 @@ def row_changes(found: Mapping, name: str) -> dict[str, object]:
 def fidelity(results: Mapping) -> str:
     """Cosine and relative error against two_state."""
     rows = []
-    for checkpoint, of_epochs in results["fidelity"]["checkpoints"].items():
-        for epochs, of_gamma in of_epochs.items():
+    for checkpoint, of_way in results["fidelity"]["checkpoints"].items():
+        for way, of_gamma in of_way.items():
             for gamma, found in of_gamma.items():
-                cells = [checkpoint, epochs, gamma]
+                cells = [checkpoint, way, gamma]
                 for name in ("one_state", "drop"):
                     cells += [f"{found[name]['cosine']['mean']:.4f}", f"{found[name]['relative_error']['mean']:.3f}"]
                 rows.append([*cells, f"{found['pair_over_rl']['mean']:.3f}"])
-    head = ["checkpoint", "passes", "gamma", "bridge: cosine", "rel. error", "drop: cosine", "rel. error", "pair / J_RL gradient"]
+    head = [
+        "checkpoint",
+        "lower levels",
+        "gamma",
+        "bridge: cosine",
+        "rel. error",
+        "drop: cosine",
+        "rel. error",
+        "pair / J_RL gradient",
+    ]
     return table(head, rows)
 
 
