@@ -177,6 +177,7 @@ def line(name: str, finals: Sequence[dict], rows: Mapping[str, Row], costs: Step
         last = outcomes[0].metrics[finals[0]["step"] - 1] if 0 < finals[0]["step"] <= len(outcomes[0].metrics) else {}
         for count in ("count/policy_updates", "count/retriever_updates", "count/rollouts"):
             result[count.removeprefix("count/")] = last.get(count, 0)
+        result["drift_by_seed"] = [outcome.metrics[-1].get("retriever/drift") for outcome in outcomes]
         if costs is not None and (a_step := costs.of(name)):
             result["step_seconds"] = a_step
             result["seconds"] = float(np.mean([costs.until(name, outcomes[0].run, final["step"]) for final in finals]))

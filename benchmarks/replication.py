@@ -61,6 +61,19 @@ def ablation(results: Mapping) -> str:
     return f"{found['steps']} steps a stage, commit {found['machine']['commit']}.\n\n{table(head, rows)}"
 
 
+def collapse(results: Mapping) -> str:
+    """What becomes of the retriever, seed by seed."""
+    found, rows = results["ablation"]["table"], []
+    for name in ("decoupled_rl", "decoupled_rl_clamp", "bridge", "bridge_clamp", "decoupled_rag"):
+        if name in found:
+            drift = [f"{value:.2f}" for value in found[name]["drift_by_seed"]]
+            recall = [f"{100 * value:.0f}" for value in found[name]["recall@3_by_seed"]["overall"]]
+            em = [f"{100 * value:.0f}" for value in found[name]["em_by_seed"]["overall"]]
+            rows.append([f"`{name}`", *(", ".join(values) for values in (drift, recall, em))])
+    start = f"{100 * found['start']['recall@3']['overall']:.0f} at the start"
+    return table(["row", "drift of the query tower (1 - cos), by seed", f"recall@3 ({start})", "average EM"], rows)
+
+
 def wall_clock(results: Mapping) -> str:
     """The same at bridge's seconds."""
     found = results["ablation"]["equal_wall_clock"]
@@ -210,6 +223,7 @@ def first_hop(results: Mapping) -> str:
 
 BLOCKS: dict[str, tuple[str, Callable[[Mapping], str]]] = {  # block: (the result it needs, its text)
     "ablation": ("ablation", ablation),
+    "collapse": ("ablation", collapse),
     "wall_clock": ("ablation", wall_clock),
     "claims": ("ablation", claims),
     "options": ("ablation", options),

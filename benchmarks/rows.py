@@ -5,7 +5,11 @@ from __future__ import annotations
 from bridge_jax.training.methods import METHODS
 
 # What a row is compared with besides bridge and vt_search: the row that differs from it in one thing.
-BASELINES = {"bridge_llds": "bridge_minibatches", "vt_search_llds": "vt_search_minibatches"}
+BASELINES = {
+    "bridge_llds": "bridge_minibatches",
+    "vt_search_llds": "vt_search_minibatches",
+    "decoupled_rl_clamp": "decoupled_rl",
+}
 
 
 def rows_of(group_size: int) -> dict[str, dict[str, dict[str, object]]]:
@@ -33,6 +37,7 @@ def rows_of(group_size: int) -> dict[str, dict[str, dict[str, object]]]:
             "bridge": bridge,
             "vt_search": vt,
             "bridge_clamp": bridge | {"credit.clamp_negative": True},
+            "decoupled_rl_clamp": methods["decoupled_rl"] | {"credit.clamp_negative": True},
             "bridge_shown_only": bridge | {"credit.shown_only": True},
             "bridge_tau_1": bridge | {"credit.tau": 1.0},
             "bridge_tau_0.2": bridge | {"credit.tau": 0.2},
