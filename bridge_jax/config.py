@@ -42,6 +42,7 @@ def default() -> ConfigDict:
     c.policy.lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     c.policy.compute_dtype = "bfloat16"  # master weights are float32 when trained in full
     c.policy.remat = True
+    c.policy.attention = "auto"  # of the policy's training: auto (xla) | xla | cudnn (NVIDIA, bfloat16) | splash (TPU)
 
     c.retriever = ConfigDict()
     c.retriever.encoder = "intfloat/e5-base-v2"
@@ -254,6 +255,7 @@ _CHOICES = {
     "policy.trainable": ("full", "lora"),
     "policy.algorithm": ("grpo", "ppo"),
     "policy.compute_dtype": ("float32", "bfloat16"),
+    "policy.attention": ("auto", "xla", "cudnn", "splash"),
     "index.kind": ("auto", "scann", "exact"),
     "grpo.advantage": ("grpo", "dr_grpo"),
     "grpo.aggregation": ("token_mean", "seq_mean", "dr_grpo"),
