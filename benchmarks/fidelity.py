@@ -124,8 +124,7 @@ class Point:
         )
         advantages = np.asarray(group_advantages(scores.reshape(-1, config.grpo.group_size), config.grpo.advantage)).reshape(-1)
         credited, _ = self.credit(number, variables, episodes, scores, advantages)
-        longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-        rollouts = batches.pack_rollouts(episodes, scores, advantages, np.ones(len(episodes), bool), longest)
+        rollouts = batches.pack_rollouts(config, assets.mesh, episodes, scores, advantages, np.ones(len(episodes), bool))
         return Measured(self, rollouts, credited, advantages, list(self.credit.scorer.batches(credited.requests)))
 
 
@@ -206,7 +205,7 @@ def landscape(batch: Measured, passes: int, args: argparse.Namespace) -> dict:
         along_eta["J_ret"].append(float(outcome))
 
     moved, _ = point.learner.policy_step(jax.tree.map(jnp.copy, state), batch.rollouts)
-    rows = jax.tree.map(lambda x: x[0], bilevel.split_rows(settings, batch.rollouts, 1))
+    rows = bilevel.one_minibatch(batch.rollouts)
     gradient = jax.jit(functools.partial(bilevel.policy_gradient, settings, point.learner.modules))
     at = np.linspace(-3, 3, 3 if args.quick else 9)
     along_theta = {"at": at.tolist(), "J_RL": [], "L_RAG_gamma": [], "L_RAG_star": []}

@@ -83,7 +83,7 @@ def default() -> ConfigDict:
     c.grpo = ConfigDict()
     c.grpo.group_size = 8
     c.grpo.minibatch_questions = 64
-    c.grpo.microbatch = 8  # rollouts in one forward/backward
+    c.grpo.microbatch = 8  # of the longest rollouts (length bucket of the step) in one forward/backward; shorter ones are packed
     c.grpo.advantage = "grpo"  # grpo | dr_grpo
     c.grpo.aggregation = "token_mean"  # token_mean | seq_mean | dr_grpo
     c.grpo.clip_low = 0.2

@@ -134,7 +134,6 @@ class Loop:
         self.config, self.assets, self.learner, self.stream, self.log = config, assets, learner, stream, log
         self._key = jax.random.key(config.train.seed)
         self._credit = CreditStage(config, assets)
-        self._longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
         self._gap_limit = 1e-3 if config.policy.compute_dtype == "float32" else 2e-2
         self._skipped = 0  # steps in a row with a skipped update; a resumed run reads them and the counts back
         self._counts = dict.fromkeys(COUNTS, 0)
@@ -196,7 +195,8 @@ class Loop:
             trained = valid.copy()
             if config.grpo.filter_zero_advantage:
                 trained &= np.asarray(informative_groups(groups, valid))[:, None]
-            rollouts = batches.pack_rollouts(episodes, scores, advantages, trained.reshape(-1), self._longest)
+            rollouts = batches.pack_rollouts(config, assets.mesh, episodes, scores, advantages, trained.reshape(-1))
+            metrics["policy/packing_fill"] = batches.packing_fill(rollouts)
             state, learned = learner.policy_step(state, rollouts, correction)
             metrics |= {name: float(value) for name, value in learned.items()}
             clock.lap("policy")
