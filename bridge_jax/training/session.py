@@ -20,8 +20,10 @@ MAY_CHANGE = (
     "train.steps", "train.eval_every", "train.checkpoint_every", "train.keep", "train.log_rollouts_every", "train.tensorboard",
     "train.wandb", "train.max_skipped_updates",
 )  # fmt: skip
-# A finished run may also be used on other questions. (Within a run they stay: its evaluations are compared with each other.)
-USE_MAY_CHANGE = (*MAY_CHANGE, "data.eval", "data.eval_split", "data.eval_limit", "rollout.batch_groups", "rollout.chunk")
+# A finished run may also be used on other questions and machines. (Within a run they stay: its evaluations are compared.)
+USE_MAY_CHANGE = (
+    *MAY_CHANGE, "data.eval", "data.eval_split", "data.eval_limit", "rollout.batch_groups", "rollout.chunk", "policy.attention",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
