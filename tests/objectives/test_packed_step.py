@@ -46,7 +46,7 @@ def both(seed=0):
     lengths = [len(e.prompt) + len(e.tokens) if wanted and len(e.tokens) else 0 for e, wanted in zip(episodes, TRAINED)]
     packing = pack(lengths, MINIBATCH, MICROBATCH, LONGEST)
     alone, packed = (lay_out(p, episodes, rewards, advantages, TRAINED) for p in (ONE_A_ROW, packing))
-    assert packed.segment_ids.max() > 1 and packing_fill(packed) > 1.3 * packing_fill(alone)
+    assert packed.segment_ids.max() > 1 and packing_fill(packed) > 1.2 * packing_fill(alone)
     return alone, packed
 
 
@@ -162,5 +162,5 @@ def test_a_step(option):
     compiled = step._cache_size()
     _, other = both(seed=5)
     assert other.tokens.shape == both()[1].tokens.shape and not np.array_equal(other.segment_ids, both()[1].segment_ids)
-    step(frozen, state, jax.tree.map(jnp.asarray, other))
+    step(frozen, state, sampled(option, other))
     assert step._cache_size() == compiled == 2  # other lengths, the same buckets: no program more
