@@ -7,6 +7,7 @@ rollout is skipped.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 
@@ -56,7 +57,7 @@ def _packed(groups: np.ndarray, most: int, parts: int, width: int, ways: int) ->
     """The packing at one width: R is the largest number up to `most` that computes few rows in vain, or the one with fewest."""
     numbers = np.arange(groups.size).reshape(groups.shape)
     minibatches = tuple(
-        tuple(tuple(sorted(int(own[i]) for i in row)) for row in best_fit(lengths, width))
+        tuple(tuple(sorted(int(own[i]) for i in row)) for row in best_fit(lengths.tolist(), width))
         for own, lengths in zip(numbers, groups, strict=True)
     )
     needed = [len(minibatch) for minibatch in minibatches]
@@ -76,14 +77,12 @@ def best_fit(lengths: Sequence[int], width: int) -> list[list[int]]:
 
     Of rows with room the fullest is taken. At most one row is less than half full, so there are at most 2 sum / width + 1.
     """
-    rows, room = [], []
+    rows, room = [], []  # room: (free tokens, number of the row), ascending
     for index in sorted(np.flatnonzero(lengths).tolist(), key=lambda i: -lengths[i]):
-        fitting = [row for row, free in enumerate(room) if free >= lengths[index]]
-        if fitting:
-            row = min(fitting, key=room.__getitem__)
-            rows[row].append(index)
-            room[row] -= lengths[index]
-        else:
-            rows.append([index])
-            room.append(width - lengths[index])
+        fitting = bisect.bisect_left(room, (lengths[index], 0))
+        free, row = room.pop(fitting) if fitting < len(room) else (width, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(index)
+        bisect.insort(room, (free - lengths[index], row))
     return rows

@@ -162,5 +162,5 @@ def test_a_step(option):
     compiled = step._cache_size()
     _, other = both(seed=5)
     assert other.tokens.shape == both()[1].tokens.shape and not np.array_equal(other.segment_ids, both()[1].segment_ids)
-    step(frozen, state, jax.tree.map(jnp.asarray, other))
+    step(frozen, state, sampled(option, other))
     assert step._cache_size() == compiled == 2  # other lengths, the same buckets: no program more
