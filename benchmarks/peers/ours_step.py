@@ -73,8 +73,7 @@ def settings(job: dict, rollouts):
 def pack(config, episodes, advantages):
     """As `training.loop` packs a step's episodes."""
     rewards, trained = np.zeros(len(episodes), np.float32), np.ones(len(episodes), bool)
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    return batches.pack_rollouts(episodes, rewards, advantages, trained, longest)
+    return batches.pack_rollouts(config, None, episodes, rewards, advantages, trained)
 
 
 if __name__ == "__main__":
