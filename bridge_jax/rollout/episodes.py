@@ -23,6 +23,7 @@ from bridge_jax.errors import UserError
 from bridge_jax.retrieval.retriever import RetrievalFault
 from bridge_jax.rollout import protocol
 from bridge_jax.rollout import sampler as device
+from bridge_jax.rollout.drawing import SLICE
 from bridge_jax.rollout.stopping import stop_table
 
 Status = Literal["answered", "no_answer", "truncated", "context_full", "environment_fault"]
@@ -38,6 +39,9 @@ class RolloutConfig:
     max_observation_tokens: of one observation, tags included. max_passage_tokens: show only the beginning of each passage (0: all).
     max_response_tokens: everything after the prompt; what would not fit ends the rollout as "context_full".
     chunk: tokens decoded between two looks of the host. batch_groups: questions in flight.
+    top_p, top_k: sample from the most likely tokens only (`drawing.draw_top`; 1 and 0: from all). The recorded log-probs stay those
+    of the full softmax, which training recomputes: with these options its importance ratios are biased.
+    min_new_tokens: of one generation; until then it can neither end its text nor complete a tag (see `sampler.Sampler`).
     """
 
     max_searches: int = 2
@@ -50,12 +54,23 @@ class RolloutConfig:
     max_response_tokens: int = 2048
     chunk: int = 16
     batch_groups: int = 4
+    top_p: float = 1.0
+    top_k: int = 0
+    min_new_tokens: int = 0
 
     def __post_init__(self):
         for name, value in dataclasses.asdict(self).items():
-            least = 0 if name in ("max_searches", "max_passage_tokens") else 1
+            least = 0 if name in ("max_searches", "max_passage_tokens", "top_p", "top_k", "min_new_tokens") else 1
             if value < least:
                 raise UserError(f"rollout.{name} = {value}: must be at least {least}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"rollout.top_p = {self.top_p}: must be above 0 and at most 1 (1: all tokens)")
+        if self.top_k > SLICE:
+            raise UserError(f"rollout.top_k = {self.top_k}: must be at most {SLICE} (0: all tokens)")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise UserError(
+                f"rollout.min_new_tokens = {self.min_new_tokens} is above rollout.max_new_tokens = {self.max_new_tokens}; lower it"
+            )
         if self.shown > self.candidates:
             raise UserError(f"rollout.shown = {self.shown} is above rollout.candidates = {self.candidates}; lower it")
 
@@ -168,7 +183,14 @@ class RolloutEngine:
         self.candidates = min(config.candidates, len(retriever.corpus))
         self._known_ids = len(tokenizer)
         self._table = stop_table(tokenizer, model.config.vocab_size)
-        self._sampler = device.Sampler(model, self._table, eos_ids)
+        self._sampler = device.Sampler(
+            model,
+            self._table,
+            eos_ids,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_new_tokens=config.min_new_tokens,
+        )
         self._prompt_buckets = length_buckets(config.max_prompt_tokens)
         self._observation_buckets = length_buckets(config.max_observation_tokens)
         # Columns never run out: after compaction the longest live row leaves room for a chunk or an observation.

@@ -12,11 +12,9 @@ RoPE positions count each row's own tokens. With N groups of G samples (rows n*G
 `hidden` is the state behind each row's last token; its logits give the next one. So every token is forwarded exactly once, right
 after it was sampled, and an observation is simply appended: no token is ever prefilled again.
 
-Keys are ``fold_in(fold_in(key, sample_id), position)``: what a sample draws depends on itself only, not on its neighbours, the
-batch's make-up, the column or the chunk. The recorded log-probability is the trainer's: float32 log-softmax of the unmodified
-logits (all V of them, temperature 1) at the sampled token. At temperature 1 the sampler draws from exactly that distribution:
-nothing is masked or renormalised, not even ids beyond the tokenizer in a padded vocabulary (they have no text, and are
-counted).
+What a sample draws (`drawing.py`) depends on its id and position only, not on its neighbours, the batch's make-up, the column or
+the chunk. At temperature 1 the sampler draws from the trainer's distribution: nothing is masked or renormalised, not even ids
+beyond the tokenizer in a padded vocabulary (they have no text, and are counted).
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ import numpy as np
 
 from bridge_jax.models.cache import KVBlock
 from bridge_jax.models.qwen2 import unembed
+from bridge_jax.rollout.drawing import pick
 from bridge_jax.rollout.stopping import StopTable
 
 # Why a row stands still. SEARCH and ANSWER follow the order of protocol.STOP_STRINGS.
@@ -48,56 +47,29 @@ class DecodeState:
     position: jax.Array  # [B] int32, of the next token
     matched: jax.Array  # [B] int32, state of the stop automaton in this generation
     left: jax.Array  # [B] int32, tokens this generation may still take
+    owed: jax.Array  # [B] int32, tokens this generation must take before it may end
     reason: jax.Array  # [B] int32, RUNNING or why the row stands still
     sample_id: jax.Array  # [B] int32
     forwarded: jax.Array  # [] int32, real tokens put through the model so far
     computed: jax.Array  # [] int32, the same with padding
 
 
-def draw(logits: jax.Array, uniform: jax.Array) -> jax.Array:
-    """logits [B, V] float32, uniform [B] in [0, 1) -> [B] int32: each row's cumulative distribution inverted at its number.
-
-    One random number a row instead of V, and two short cumulative sums (over blocks, then inside the block) instead of a long one.
-    An id of probability 0 is never drawn.
-    """
-    batch, vocab = logits.shape
-    width = 1 << max(1, (vocab.bit_length() + 1) // 2)
-    weights = jnp.exp(logits - logits.max(-1, keepdims=True))
-    weights = jnp.pad(weights, ((0, 0), (0, -vocab % width))).reshape(batch, -1, width)
-
-    def invert(
-        mass, target
-    ):  # the first possible entry whose cumulative sum passes the target; the likeliest if rounding left none
-        cumulative = jnp.cumsum(mass, axis=-1)
-        passes = (cumulative > target[:, None]) & (mass > 0)
-        index = jnp.where(passes.any(-1), passes.argmax(-1), mass.argmax(-1))
-        return index, jnp.take_along_axis(cumulative - mass, index[:, None], axis=1)[:, 0]
-
-    blocks = weights.sum(-1)
-    target = uniform * jnp.cumsum(blocks, axis=-1)[:, -1]
-    block, before = invert(blocks, target)
-    inside, _ = invert(jnp.take_along_axis(weights, block[:, None, None], axis=1)[:, 0], target - before)
-    return (block * width + inside).astype(jnp.int32)
-
-
-def pick(logits: jax.Array, key: jax.Array, sample_id: jax.Array, position: jax.Array, temperature: jax.Array):
-    """(token [B] int32, log-prob [B] float32 under the untempered distribution). temperature 0 takes the most likely token."""
-    keys = jax.vmap(lambda sample, at: jax.random.fold_in(jax.random.fold_in(key, sample), at))(sample_id, position)
-    uniform = jax.vmap(lambda row_key: jax.random.uniform(row_key))(keys)
-    sampled = draw(logits / jnp.where(temperature > 0, temperature, 1.0), uniform)
-    token = jnp.where(temperature > 0, sampled, logits.argmax(-1).astype(jnp.int32))
-    chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
-    return token, chosen - jax.nn.logsumexp(logits, axis=-1)
-
-
 class Sampler:
     """The jitted programs of one model and vocabulary. Weights are an argument of each call; states are donated.
 
     `model`: anything with Qwen2's call (output="hidden"), a `config` that `unembed` and `KVBlock.empty` read, and a `dtype`.
+    top_p, top_k: `drawing.draw_top`. min_new_tokens: no generation ends before so many tokens, except at its limit: until then the
+    EOS ids are barred, and so is every token that would complete a stop string. (To let a tag pass unheeded would not do: an
+    action is read up to its first closing tag, and the policy would see an unanswered search in its own text.)
+    With the defaults none of the three costs anything: the options are static.
     """
 
-    def __init__(self, model, table: StopTable, eos_ids: Sequence[int]):
+    def __init__(
+        self, model, table: StopTable, eos_ids: Sequence[int], *, top_p: float = 1.0, top_k: int = 0, min_new_tokens: int = 0
+    ):
         self.model = model
+        self._options = {"top_p": top_p, "top_k": top_k}
+        self._min_new_tokens = min_new_tokens
         self._next_state = jnp.asarray(table.next_state)
         self._accepting = table.accepting
         self._eos = np.asarray(sorted(set(eos_ids)), np.int32)
@@ -160,6 +132,7 @@ class Sampler:
             position=per_row(lengths),
             matched=jnp.zeros(rows, jnp.int32),
             left=left,
+            owed=jnp.full(rows, self._min_new_tokens, jnp.int32),
             reason=jnp.where(left > 0, RUNNING, IDLE).astype(jnp.int32),
             sample_id=sample_ids,
             forwarded=valid.sum(dtype=jnp.int32),
@@ -177,7 +150,8 @@ class Sampler:
             step, state, tokens, logps, counts = carry
             running = state.reason == RUNNING
             logits = unembed(variables["params"], state.hidden, self.model.config)
-            token, logp = pick(logits, key, state.sample_id, state.position, temperature)
+            barred = self._barred(next_state, state) if self._min_new_tokens else None
+            token, logp = pick(logits, key, state.sample_id, state.position, temperature, barred=barred, **self._options)
             token = jnp.where(running, token, 0)
             matched = jnp.where(running, next_state[state.matched, token].astype(jnp.int32), state.matched)
             left = state.left - running
@@ -203,6 +177,7 @@ class Sampler:
                 position=state.position + running,
                 matched=matched,
                 left=left,
+                owed=jnp.maximum(state.owed - running, 0),
                 reason=jnp.where(running, reason, state.reason),
                 forwarded=state.forwarded + running.sum(dtype=jnp.int32),
                 computed=state.computed + rows,
@@ -214,6 +189,12 @@ class Sampler:
         buffers = jnp.zeros((rows, steps), jnp.int32), jnp.zeros((rows, steps), jnp.float32), jnp.zeros(rows, jnp.int32)
         _, state, tokens, logps, counts = jax.lax.while_loop(go_on, body, (jnp.int32(0), state, *buffers))
         return state, tokens, logps, counts
+
+    def _barred(self, next_state, state):
+        """[B, V] bool: what would end the generation of a row that owes tokens."""
+        after = next_state[state.matched]
+        ends = (after == self._accepting[0]) | (after == self._accepting[1])
+        return (state.owed > 0)[:, None] & ends.at[:, self._eos].set(True)
 
     def _append_impl(self, variables, state, tokens, lengths, left):
         rows, width = tokens.shape
@@ -237,6 +218,7 @@ class Sampler:
             position=state.position + lengths,
             matched=jnp.zeros_like(state.matched),
             left=left,
+            owed=jnp.full_like(state.owed, self._min_new_tokens),
             reason=jnp.where(left > 0, RUNNING, IDLE).astype(jnp.int32),
             forwarded=state.forwarded + valid.sum(dtype=jnp.int32),
             computed=state.computed + rows * width,

@@ -70,18 +70,33 @@ def random_pair(tmp_path_factory):
     return model, folder
 
 
+def tag_tokens():
+    return [index for token, index in WORDS.get_vocab().items() if "</search>" in token or "</answer>" in token]
+
+
 def test_a_random_model(random_pair):
     torch_model, folder = random_pair
     model, params = qwen2.load(folder)
-    tags = [index for token, index in WORDS.get_vocab().items() if "</search>" in token or "</answer>" in token]
     prompts = prompts_of(LENGTHS, seed=4)
-    references = [generate(torch_model, prompt, [1, 2, *tags], 9) for prompt in prompts]
+    references = [generate(torch_model, prompt, [1, 2, *tag_tokens()], 9) for prompt in prompts]
     lengths = {len(tokens) for tokens, _ in references}
     assert len(lengths) > 3 and max(lengths) == 9  # ends of every kind
     config = dataclasses.replace(CONFIG, max_searches=0, max_new_tokens=9, batch_groups=20)
     for changes in ({}, {"batch_groups": 3, "chunk": 7}, {"max_prompt_tokens": 64}):  # company and padding change nothing
         engine = RolloutEngine(model, WORDS, [1, 2], dataclasses.replace(config, **changes), tiny.Retriever(tiny.corpus()))
         assert_same(greedy(engine, params, prompts), references)
+
+
+def test_minimum_length(random_pair):
+    """transformers bars its end tokens for as long; here the tags are among them."""
+    torch_model, folder = random_pair
+    model, params = qwen2.load(folder)
+    prompts = prompts_of(LENGTHS, seed=4)
+    references = [generate(torch_model, prompt, [1, 2, *tag_tokens()], 9, min_new_tokens=4) for prompt in prompts]
+    assert {len(tokens) for tokens, _ in references} > {4 + 1}
+    config = dataclasses.replace(CONFIG, max_searches=0, max_new_tokens=9, min_new_tokens=4, batch_groups=20)
+    engine = RolloutEngine(model, WORDS, [1, 2], config, tiny.Retriever(tiny.corpus()))
+    assert_same(greedy(engine, params, prompts), references)
 
 
 @pytest.mark.real

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import rollout_tiny as tiny
@@ -13,7 +12,6 @@ from bridge_jax.rollout.stopping import stop_table
 
 TOKENIZER = tiny.word_tokenizer()
 V = len(TOKENIZER) + 3  # padded beyond the tokenizer
-pick = jax.jit(device.pick)
 
 
 @functools.cache
@@ -30,51 +28,6 @@ def prefilled(sampler, variables, prompts, group_size, left, capacity=64):
     ids = np.arange(len(prompts) * group_size, dtype=np.int32)
     lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
     return sampler.prefill(variables, tokens, lengths, ids, np.full(len(ids), left, np.int32), capacity=capacity)
-
-
-@pytest.mark.parametrize("vocab", [1, 2, 5, 64, 1000])
-def test_draw_inverts_the_cumulative_distribution(vocab):
-    """Every id is drawn for exactly its share of [0, 1)."""
-    logits = 3 * jax.random.normal(jax.random.key(vocab), (vocab,))
-    grid = (jnp.arange(8192) + 0.5) / 8192
-    ids = np.asarray(device.draw(jnp.broadcast_to(logits, (8192, vocab)), grid))
-    assert ((ids >= 0) & (ids < vocab)).all()
-    assert (np.diff(ids) >= 0).all()
-    share = np.bincount(ids, minlength=vocab) / 8192
-    np.testing.assert_allclose(share, jax.nn.softmax(logits), atol=1.1 / 8192)
-
-
-def test_draw_never_takes_an_impossible_id():
-    logits = jnp.full((3, 300), -jnp.inf).at[:, 17].set(0.0).at[:, 250].set(-20.0)
-    ids = device.draw(logits, jnp.asarray([0.0, 0.5, 1 - 2**-24]))
-    assert set(np.asarray(ids).tolist()) <= {17, 250}
-
-
-def test_pick_records_the_untempered_log_prob_and_draws_from_the_tempered_one():
-    logits = jnp.tile(2 * jax.random.normal(jax.random.key(0), (1, 11)), (20_000, 1))
-    samples, position = jnp.arange(20_000), jnp.full(20_000, 5)
-    for temperature in (1.0, 0.5):
-        token, logp = pick(logits, jax.random.key(1), samples, position, jnp.float32(temperature))
-        np.testing.assert_allclose(logp, jax.nn.log_softmax(logits[0])[token], atol=1e-5)
-        share = np.bincount(np.asarray(token), minlength=11) / 20_000
-        np.testing.assert_allclose(share, jax.nn.softmax(logits[0] / temperature), atol=0.015)
-    token, logp = pick(logits, jax.random.key(1), samples, position, jnp.float32(0.0))
-    assert (token == logits[0].argmax()).all()
-    np.testing.assert_allclose(logp, jax.nn.log_softmax(logits[0]).max(), atol=1e-5)
-
-
-def test_a_row_depends_on_its_key_sample_and_position_only():
-    logits = jax.random.normal(jax.random.key(0), (6, 50))
-    samples, positions = jnp.arange(6) + 3, jnp.asarray([1, 2, 3, 4, 5, 6])
-    token, _ = pick(logits, jax.random.key(1), samples, positions, jnp.float32(1))
-    order = jnp.asarray([4, 0, 2])
-    some, _ = pick(logits[order], jax.random.key(1), samples[order], positions[order], jnp.float32(1))
-    assert (some == token[order]).all()
-    same = jnp.zeros((200, 50))
-    token, _ = pick(same, jax.random.key(1), jnp.zeros(200, int), jnp.arange(200), jnp.float32(1))
-    assert len(set(np.asarray(token).tolist())) > 30  # another position, another draw
-    token, _ = pick(same, jax.random.key(1), jnp.arange(200), jnp.zeros(200, int), jnp.float32(1))
-    assert len(set(np.asarray(token).tolist())) > 30
 
 
 @pytest.mark.parametrize("tied", [True, False])
