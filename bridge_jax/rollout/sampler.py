@@ -74,21 +74,31 @@ class Sampler:
         self._accepting = table.accepting
         self._eos = np.asarray(sorted(set(eos_ids)), np.int32)
         # Bound methods: each sampler has compiled programs, and counts, of its own.
-        self._prefill = jax.jit(self._prefill_impl, static_argnames=("capacity",))
+        shapes = ("groups", "prompt_width", "width")
+        self._enter = jax.jit(self._enter_impl, static_argnames=shapes, donate_argnames=("state",))
         self._decode = jax.jit(self._decode_impl, static_argnames=("steps",), donate_argnames=("state",))
         self._append = jax.jit(self._append_impl, donate_argnames=("state",))
-        self._compact = jax.jit(self._compact_impl, donate_argnames=("state",))
+        self._compact = jax.jit(self._compact_impl, static_argnames=("width",))
 
     def compilations(self) -> int:
         """Programs compiled so far."""
-        return sum(program._cache_size() for program in (self._prefill, self._decode, self._append, self._compact))
+        return sum(program._cache_size() for program in (self._enter, self._decode, self._append, self._compact))
 
-    def prefill(self, variables, prompts, lengths, sample_ids, left, *, capacity: int) -> DecodeState:
-        """Read the prompts once a group.
+    def start(self, variables, prompts, lengths, slots, sample_ids, left, *, groups: int, prompt_width: int, width: int):
+        """A batch of N = `groups` places with the first E groups in it; the rest is idle. Else as `enter`.
 
-        prompts [N, P] int32 right-padded, lengths [N] (0: an empty group), sample_ids [B], left [B] (0: the row stays idle).
+        prompt_width: of the shared block, at least P. width: of the private one.
         """
-        return self._prefill(variables, prompts, lengths, sample_ids, left, capacity=capacity)
+        shapes = {"groups": groups, "prompt_width": prompt_width, "width": width}
+        return self._enter(variables, None, prompts, lengths, slots, sample_ids, left, **shapes)
+
+    def enter(self, variables, state: DecodeState, prompts, lengths, slots, sample_ids, left) -> DecodeState:
+        """Read E prompts, once each, and put their groups in the places `slots`, where whatever was there is forgotten.
+
+        prompts [E, P] int32 right-padded, lengths [E], slots [E] int32 (N: nobody), sample_ids [E * G], left [E * G] int32: tokens
+        the first generation of each row may take.
+        """
+        return self._enter(variables, state, prompts, lengths, slots, sample_ids, left, groups=0, prompt_width=0, width=0)
 
     def decode_chunk(self, variables, state: DecodeState, key, temperature, *, steps: int):
         """Sample up to `steps` tokens a row; ends early when every row has stopped.
@@ -97,46 +107,75 @@ class Sampler:
         """
         return self._decode(variables, self._next_state, state, key, jnp.float32(temperature), steps=steps)
 
-    def append(self, variables, state: DecodeState, tokens, lengths, left) -> DecodeState:
-        """Append an observation to the rows with lengths[b] > 0; their next generation may take left[b] tokens. The others go idle.
+    def append(self, variables, state: DecodeState, rows, tokens, lengths, left, advance) -> DecodeState:
+        """Append observations to R stopped rows, whose next generations may take left[r] tokens. The other rows stay as they are.
 
-        tokens [B, O] int32 right-padded. Writes O columns.
+        rows [R] int32 (B: nobody), tokens [R, O] int32 right-padded, lengths [R], left [R] int32. O columns are written; the next
+        write goes `advance` columns further: 0 to append to other rows at the same columns, at last the greatest O of them.
         """
-        return self._append(variables, state, tokens, lengths, left)
+        return self._append(variables, state, rows, tokens, lengths, left, jnp.int32(advance))
 
-    def compact(self, state: DecodeState, keep) -> DecodeState:
-        """Move each row's valid columns to the front and forget the rows with keep[b] False, so that columns are free again."""
-        return self._compact(state, keep)
+    def compact(self, state: DecodeState, keep, *, width: int) -> DecodeState:
+        """Move each row's valid columns to the front of a block of `width` columns; forget the rows with keep[b] False."""
+        return self._compact(state, keep, width=width)
 
-    def _prefill_impl(self, variables, prompts, lengths, sample_ids, left, *, capacity):
-        groups, width = prompts.shape
-        rows = sample_ids.shape[0]
+    def _nobody(self, groups: int, rows: int, prompt_width: int, width: int) -> DecodeState:
         config, dtype = self.model.config, self.model.dtype
-        valid = jnp.arange(width) < lengths[:, None]
-        hidden, shared = self.model.apply(
+        zeros = jnp.zeros(rows, jnp.int32)
+        return DecodeState(
+            shared=KVBlock.empty(config, groups, prompt_width, dtype),
+            private=KVBlock.empty(config, rows, width, dtype),
+            column=jnp.int32(0),
+            hidden=jnp.zeros((rows, config.hidden_size), dtype),
+            position=zeros,
+            matched=zeros,
+            left=zeros,
+            owed=zeros,
+            reason=jnp.full(rows, IDLE, jnp.int32),
+            sample_id=zeros,
+            forwarded=jnp.int32(0),
+            computed=jnp.int32(0),
+        )
+
+    def _enter_impl(self, variables, state, prompts, lengths, slots, sample_ids, left, *, groups, prompt_width, width):
+        entering, length = prompts.shape
+        size = sample_ids.shape[0] // entering
+        if state is None:
+            state = self._nobody(groups, groups * size, prompt_width, width)
+        valid = jnp.arange(length) < lengths[:, None]
+        hidden, block = self.model.apply(
             variables,
             prompts,
-            positions=jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), prompts.shape),
+            positions=jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), prompts.shape),
             valid=valid,
-            private=KVBlock.empty(config, groups, width, dtype),
+            private=KVBlock.empty(self.model.config, entering, length, self.model.dtype),
             write_at=jnp.int32(0),
             output="hidden",
         )
-        last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-        per_row = functools.partial(jnp.repeat, repeats=rows // groups, axis=0, total_repeat_length=rows)
-        return DecodeState(
+        beyond = state.shared.valid.shape[1] - length
+        shared = KVBlock(
+            k=state.shared.k.at[:, slots, :length].set(block.k, mode="drop"),
+            v=state.shared.v.at[:, slots, :length].set(block.v, mode="drop"),
+            valid=state.shared.valid.at[slots].set(jnp.pad(block.valid, ((0, 0), (0, beyond))), mode="drop"),
+        )
+        rows = (slots[:, None] * size + jnp.arange(size, dtype=jnp.int32)).reshape(-1)
+        per_row = functools.partial(jnp.repeat, repeats=size, axis=0, total_repeat_length=rows.shape[0])
+
+        def put(old, new):
+            return old.at[rows].set(new, mode="drop")
+
+        return state.replace(
             shared=shared,
-            private=KVBlock.empty(config, rows, capacity, dtype),
-            column=jnp.int32(0),
-            hidden=per_row(last),
-            position=per_row(lengths),
-            matched=jnp.zeros(rows, jnp.int32),
-            left=left,
-            owed=jnp.full(rows, self._min_new_tokens, jnp.int32),
-            reason=jnp.where(left > 0, RUNNING, IDLE).astype(jnp.int32),
-            sample_id=sample_ids,
-            forwarded=valid.sum(dtype=jnp.int32),
-            computed=jnp.int32(groups * width),
+            private=state.private.replace(valid=put(state.private.valid, False)),
+            hidden=put(state.hidden, per_row(_last(hidden, lengths))),
+            position=put(state.position, per_row(lengths)),
+            matched=put(state.matched, 0),
+            left=put(state.left, left),
+            owed=put(state.owed, self._min_new_tokens),
+            reason=put(state.reason, jnp.where(left > 0, RUNNING, IDLE)),
+            sample_id=put(state.sample_id, sample_ids),
+            forwarded=state.forwarded + valid.sum(dtype=jnp.int32),
+            computed=state.computed + entering * length,
         )
 
     def _decode_impl(self, variables, next_state, state, key, temperature, *, steps):
@@ -196,42 +235,66 @@ class Sampler:
         ends = (after == self._accepting[0]) | (after == self._accepting[1])
         return (state.owed > 0)[:, None] & ends.at[:, self._eos].set(True)
 
-    def _append_impl(self, variables, state, tokens, lengths, left):
-        rows, width = tokens.shape
-        steps = jnp.arange(width, dtype=jnp.int32)
+    def _append_impl(self, variables, state, rows, tokens, lengths, left, advance):
+        """The R rows are taken out of the batch, each with a prompt block of its own, and put back."""
+        groups, total = state.shared.valid.shape[0], state.reason.shape[0]
+        at = jnp.minimum(rows, total - 1)
+        length = tokens.shape[1]
+        steps = jnp.arange(length, dtype=jnp.int32)
         valid = steps < lengths[:, None]
         hidden, private = self.model.apply(
             variables,
             tokens,
-            positions=state.position[:, None] + steps,
+            positions=state.position[at, None] + steps,
             valid=valid,
-            shared=state.shared,
-            private=state.private,
+            shared=_take(state.shared, at // (total // groups)),
+            private=_take(state.private, at),
             write_at=state.column,
             output="hidden",
         )
-        last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+
+        def put(old, new):
+            return old.at[rows].set(new, mode="drop")
+
         return state.replace(
-            private=private,
-            column=state.column + width,
-            hidden=jnp.where((lengths > 0)[:, None], last, state.hidden),
-            position=state.position + lengths,
-            matched=jnp.zeros_like(state.matched),
-            left=left,
-            owed=jnp.full_like(state.owed, self._min_new_tokens),
-            reason=jnp.where(left > 0, RUNNING, IDLE).astype(jnp.int32),
+            private=KVBlock(
+                k=state.private.k.at[:, rows].set(private.k, mode="drop"),
+                v=state.private.v.at[:, rows].set(private.v, mode="drop"),
+                valid=put(state.private.valid, private.valid),
+            ),
+            column=state.column + advance,
+            hidden=put(state.hidden, _last(hidden, lengths)),
+            position=put(state.position, state.position[at] + lengths),
+            matched=put(state.matched, 0),
+            left=put(state.left, left),
+            owed=put(state.owed, self._min_new_tokens),
+            reason=put(state.reason, jnp.where(left > 0, RUNNING, IDLE)),
             forwarded=state.forwarded + valid.sum(dtype=jnp.int32),
-            computed=state.computed + rows * width,
+            computed=state.computed + rows.shape[0] * length,
         )
 
-    def _compact_impl(self, state, keep):
+    def _compact_impl(self, state, keep, *, width):
         """Keys carry their rotation already, so columns may move freely as long as a row's order stays."""
         valid = state.private.valid & keep[:, None]
-        order = jnp.argsort(~valid, axis=1, stable=True)
-        gather = order[None, :, :, None, None]
+        order = jnp.argsort(~valid, axis=1, stable=True)[:, :width]
+        more = (0, width - order.shape[1])
+
+        def move(x):
+            moved = jnp.take_along_axis(x, order[None, :, :, None, None], axis=2)
+            return jnp.pad(moved, ((0, 0), (0, 0), more, (0, 0), (0, 0)))
+
         private = KVBlock(
-            k=jnp.take_along_axis(state.private.k, gather, axis=2),
-            v=jnp.take_along_axis(state.private.v, gather, axis=2),
-            valid=jnp.take_along_axis(valid, order, axis=1),
+            k=move(state.private.k),
+            v=move(state.private.v),
+            valid=jnp.pad(jnp.take_along_axis(valid, order, axis=1), ((0, 0), more)),
         )
         return state.replace(private=private, column=valid.sum(1, dtype=jnp.int32).max())
+
+
+def _take(block: KVBlock, rows: jax.Array) -> KVBlock:
+    return KVBlock(k=block.k[:, rows], v=block.v[:, rows], valid=block.valid[rows])
+
+
+def _last(hidden: jax.Array, lengths: jax.Array) -> jax.Array:
+    """hidden [B, T, D], lengths [B] -> [B, D]: behind each row's last real token."""
+    return jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]

@@ -25,7 +25,8 @@ from rollout_engine import (
 from bridge_jax.errors import UserError
 from bridge_jax.retrieval.retriever import RetrievalFault
 from bridge_jax.rollout import protocol
-from bridge_jax.rollout.episodes import RolloutConfig, RolloutEngine, length_buckets
+from bridge_jax.rollout.episodes import RolloutConfig, RolloutEngine
+from bridge_jax.rollout.flight import length_buckets
 from bridge_jax.rollout.stopping import stop_table
 
 
@@ -181,7 +182,7 @@ def test_a_sample_does_not_depend_on_its_company():
     prompts = prompts_of([3, 16, 7, 5, 11])
     together, _ = run_real(prompts)
     alone, _ = run_real(prompts, batch_groups=1)
-    wide, _ = run_real(prompts, batch_groups=4, chunk=7)
+    wide, _ = run_real(prompts, batch_groups=5, chunk=7)
     for a, b, c in zip(together, alone, wide):
         same(a, b)
         same(a, c)
@@ -198,11 +199,14 @@ def test_compaction_when_columns_run_out_changes_nothing():
     roomy, _ = run_real(prompts, group_size=16, max_passage_tokens=8)
     engine, _ = real_engine(max_passage_tokens=8, max_response_tokens=101)
     # Enough for the longest row, not for the columns of three generations and two observations of a batch that never moves.
-    engine._capacity = max(len(episode.tokens) for episode in roomy) + 8
-    tight, _ = run_real(prompts, group_size=16, max_passage_tokens=8, max_response_tokens=101)
-    assert engine._sampler._compact._cache_size() == 1
-    for a, b in zip(roomy, tight):
-        same(a, b)
+    longest = max(len(episode.tokens) for episode in roomy)
+    for widths in ((longest + 8,), (20, 60, longest + 8)):  # only when out of room; and with the width in use
+        engine._widths = widths
+        before = engine._sampler._compact._cache_size()
+        tight, _ = run_real(prompts, group_size=16, max_passage_tokens=8, max_response_tokens=101)
+        assert engine._sampler._compact._cache_size() > before
+        for a, b in zip(roomy, tight):
+            same(a, b)
 
 
 def test_a_second_epoch_compiles_nothing():
