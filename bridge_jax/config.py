@@ -23,6 +23,7 @@ from bridge_jax.training import methods
 log = logging.getLogger(__name__)
 
 METHODS = tuple(methods.METHODS)
+TOP_K_LIMIT = 64  # rollout.drawing.SLICE; written again because reading a configuration does without jax
 
 
 def default() -> ConfigDict:
@@ -72,9 +73,12 @@ def default() -> ConfigDict:
     c.rollout.shown = 3
     c.rollout.candidates = 40
     c.rollout.temperature = 1.0
+    c.rollout.top_p = 1.0  # below 1: sample from the most likely tokens that hold so much mass (of the 64 most likely)
+    c.rollout.top_k = 0  # sample from so many most likely tokens, at most 64; 0 = all
     c.rollout.max_prompt_tokens = 4096
     c.rollout.max_response_tokens = 4096  # everything after the prompt, observations included
     c.rollout.max_new_tokens = 2048  # one generation
+    c.rollout.min_new_tokens = 0  # one generation: until then it can neither end its text nor close a tag
     c.rollout.max_observation_tokens = 1024
     c.rollout.max_passage_tokens = 0  # of each shown or scored passage; 0 = no limit of its own
     c.rollout.chunk = 32  # tokens decoded between two looks of the host
@@ -367,6 +371,7 @@ def validate(config: ConfigDict) -> None:
         raise UserError(
             f"config.rollout.candidates={config.rollout.candidates}: must be at least config.rollout.shown={config.rollout.shown}"
         )
+    _check_sampling(config.rollout)
     if not config.data.train or not config.data.eval:
         raise UserError("config.data.train and config.data.eval need at least one source each")
     if config.data.weights and len(config.data.weights) != len(config.data.train):
@@ -387,4 +392,25 @@ def validate(config: ConfigDict) -> None:
         raise UserError(
             f"config.warmstart.microbatch={config.warmstart.microbatch}: must divide "
             f"config.warmstart.batch={config.warmstart.batch}"
+        )
+
+
+def _check_sampling(rollout: ConfigDict) -> None:
+    """What a token is drawn from. A warning where it is not what the trainer computes with: right for evaluation and `ask` only."""
+    if not 0 < rollout.top_p <= 1:
+        raise UserError(f"config.rollout.top_p={rollout.top_p!r}: must be above 0 and at most 1 (1 = all tokens)")
+    if rollout.top_k > TOP_K_LIMIT:
+        raise UserError(f"config.rollout.top_k={rollout.top_k!r}: must be at most {TOP_K_LIMIT} (0 = all tokens)")
+    if rollout.min_new_tokens > rollout.max_new_tokens:
+        raise UserError(
+            f"config.rollout.min_new_tokens={rollout.min_new_tokens}: must be at most config.rollout.max_new_tokens="
+            f"{rollout.max_new_tokens}"
+        )
+    off = {name: rollout[name] for name, neutral in (("top_p", 1), ("top_k", 0), ("min_new_tokens", 0)) if rollout[name] != neutral}
+    if off:
+        shown = ", ".join(f"config.rollout.{name}={value}" for name, value in off.items())
+        log.warning(
+            "%s: tokens are drawn from a renormalised distribution, while the trainer's log-probs are the full softmax's: in "
+            "training the importance ratios are biased (evaluation and ask may well use it)",
+            shown,
         )

@@ -175,4 +175,7 @@ def rollout_config(config: ConfigDict) -> RolloutConfig:
         max_response_tokens=r.max_response_tokens,
         chunk=r.chunk,
         batch_groups=r.batch_groups,
+        top_p=r.top_p,
+        top_k=r.top_k,
+        min_new_tokens=r.min_new_tokens,
     )
