@@ -27,7 +27,9 @@ def setup(job: dict, memory: Memory):
 
     def generate() -> np.ndarray:
         lengths, left = np.full(groups, width, np.int32), np.full(rows, new, np.int32)
-        state = sampler.prefill(variables, prompts, lengths, np.arange(rows, dtype=np.int32), left, capacity=capacity)
+        slots, ids = np.arange(groups, dtype=np.int32), np.arange(rows, dtype=np.int32)
+        shape = {"groups": groups, "prompt_width": width, "width": capacity}
+        state = sampler.start(variables, prompts, lengths, slots, ids, left, **shape)
         written = []
         for _ in range(capacity // CHUNK):
             state, *chunk = sampler.decode_chunk(variables, state, key, job["temperature"], steps=CHUNK)
