@@ -5,6 +5,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# Processes the tests run in; whole runs in miniature are mostly compilation, which uses one core.
+WORKERS ?= 2
 RUN := $(VENV)/bin/python
 # A small run of configs/pocket.py: fewer passages, traces, questions and steps.
 POCKET ?= --config.index.limit=1800 --config.warmstart.questions=48 --config.warmstart.batch=4 --config.train.steps=2 \
@@ -20,7 +22,7 @@ pocket: $(VENV)/.installed
 	$(RUN) -m bridge_jax.train --config=configs/pocket.py --workdir=runs/pocket-small $(POCKET)
 
 test: $(VENV)/.installed-test lint
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile
 
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .
