@@ -82,7 +82,7 @@ def default() -> ConfigDict:
     c.grpo = ConfigDict()
     c.grpo.group_size = 8
     c.grpo.minibatch_questions = 64
-    c.grpo.microbatch = 8  # of the longest rollouts (length bucket of the step) in one forward/backward; shorter ones are packed
+    c.grpo.microbatch = 8  # rows of the longest rollout in one forward/backward: its tokens; shorter rollouts share rows
     c.grpo.advantage = "grpo"  # grpo | dr_grpo
     c.grpo.aggregation = "token_mean"  # token_mean | seq_mean | dr_grpo
     c.grpo.clip_low = 0.2
