@@ -47,6 +47,10 @@ def test_overrides_take_the_field_type():
         ("credit.tau=0", ("credit.tau", "above 0")),
         ("credit.target=next", ("credit.target", "answer, next_action, both")),
         ("data.weights=1,2", ("data.weights", "1 sources")),
+        ("rollout.top_p=0", ("rollout.top_p", "at most 1")),
+        ("rollout.top_p=1.1", ("rollout.top_p", "at most 1")),
+        ("rollout.top_k=65", ("rollout.top_k", "at most 64")),
+        ("rollout.min_new_tokens=81", ("rollout.min_new_tokens", "max_new_tokens=80")),
         ("rollout.candidates=2", ("rollout.candidates", "rollout.shown")),
         ("grpo.microbatch=5", ("grpo.microbatch", "divide")),
         ("policy.algorithm=ppo", ("policy.algorithm", "method bridge", "search_r1")),
@@ -115,6 +119,12 @@ def test_workdir_belongs_to_one_configuration(tmp_path):
     with pytest.raises(UserError, match=r"credit\.gamma was 1\.0, now 3\.0"):
         claim_workdir(other, tmp_path)
     assert (tmp_path / "config.json").read_text() == before
+    older = json.loads(before)
+    del older["credit.sibling"]  # the folder was made before there was this field
+    (tmp_path / "config.json").write_text(json.dumps(older))
+    claim_workdir(config, tmp_path)
+    with pytest.raises(UserError, match=r"credit\.sibling was 'history', now 'any'"):
+        claim_workdir(configuration.load(POCKET, ["credit.sibling=any"]), tmp_path)
     longer = configuration.load(POCKET, ["train.steps=99"])
     claim_workdir(longer, tmp_path, may_change=("train.steps",))
     assert json.loads((tmp_path / "config.json").read_text())["train.steps"] == 99

@@ -8,148 +8,24 @@ text is only ever derived from ids, never the other way round. Shapes are few: a
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 
 from bridge_jax.data.qa import Question
 from bridge_jax.errors import UserError
-from bridge_jax.retrieval.retriever import RetrievalFault
 from bridge_jax.rollout import protocol
 from bridge_jax.rollout import sampler as device
+from bridge_jax.rollout.environment import Environment
+from bridge_jax.rollout.flight import Flight, private_widths
+from bridge_jax.rollout.rows import Episode, RolloutConfig, Row, Turn
 from bridge_jax.rollout.stopping import stop_table
 
-Status = Literal["answered", "no_answer", "truncated", "context_full", "environment_fault"]
-
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    """Lengths are in tokens.
-
-    max_searches: executed searches a rollout may make; there are at most max_searches + 1 generations.
-    shown / candidates: passages in an observation / passages logged for credit.
-    max_new_tokens: of one generation; reaching it ends the rollout as "truncated".
-    max_observation_tokens: of one observation, tags included. max_passage_tokens: show only the beginning of each passage (0: all).
-    max_response_tokens: everything after the prompt; what would not fit ends the rollout as "context_full".
-    chunk: tokens decoded between two looks of the host. batch_groups: questions in flight.
-    """
-
-    max_searches: int = 2
-    shown: int = 3
-    candidates: int = 40
-    max_prompt_tokens: int = 512
-    max_new_tokens: int = 256
-    max_observation_tokens: int = 512
-    max_passage_tokens: int = 0
-    max_response_tokens: int = 2048
-    chunk: int = 16
-    batch_groups: int = 4
-
-    def __post_init__(self):
-        for name, value in dataclasses.asdict(self).items():
-            least = 0 if name in ("max_searches", "max_passage_tokens") else 1
-            if value < least:
-                raise UserError(f"rollout.{name} = {value}: must be at least {least}")
-        if self.shown > self.candidates:
-            raise UserError(f"rollout.shown = {self.shown} is above rollout.candidates = {self.candidates}; lower it")
-
-
-@dataclass
-class Turn:
-    """One executed search. tokens[:history] of its episode end with the </search> that asked for it."""
-
-    query: str
-    history: int
-    rows: np.ndarray  # [C] int32 corpus rows, best first; -1 where the index found fewer
-    scores: np.ndarray  # [C] float32
-    shown: int  # passages in the observation
-    observation: tuple[int, int]  # tokens[start:end]
-    error: str | None = None  # why its passages could not be shown
-
-
-@dataclass
-class Episode:
-    """One rollout. T = tokens after the prompt; `generated` tells the policy's own from the environment's."""
-
-    question: Question
-    group: int
-    sample: int
-    prompt: np.ndarray  # [P] int32
-    tokens: np.ndarray  # [T] int32
-    generated: np.ndarray  # [T] bool
-    logps: np.ndarray  # [T] float32, 0 where not generated
-    turns: list[Turn]
-    status: Status
-    answer: str | None
-    trace: list[tuple[str, str]]  # ("generated" | "information" | "corrective" | "fault", text) in order, for display
-
-
-@dataclass
-class _Row:
-    """A rollout under way."""
-
-    group: int
-    sample: int
-    prompt: np.ndarray
-    status: Status | None = None
-    answer: str | None = None
-    generation: int = 0  # how many generations have ended
-    start: int = 0  # where the current generation begins
-    tokens: list[int] = field(default_factory=list)
-    generated: list[bool] = field(default_factory=list)
-    logps: list[float] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-    trace: list[tuple[str, str]] = field(default_factory=list)
-
-    def write(self, tokens: Sequence[int], logps: Sequence[float] | None = None) -> None:
-        self.tokens.extend(tokens)
-        self.generated.extend([logps is not None] * len(tokens))
-        self.logps.extend([0.0] * len(tokens) if logps is None else logps)
-
-    def end(self, status: Status) -> None:
-        self.status = status
-
-    def episode(self, questions: Sequence[Question]) -> Episode:
-        return Episode(
-            question=questions[self.group],
-            group=self.group,
-            sample=self.sample,
-            prompt=self.prompt,
-            tokens=np.asarray(self.tokens, np.int32),
-            generated=np.asarray(self.generated, bool),
-            logps=np.asarray(self.logps, np.float32),
-            turns=self.turns,
-            status=self.status,
-            answer=self.answer,
-            trace=self.trace,
-        )
-
-
-def length_buckets(longest: int, smallest: int = 32) -> tuple[int, ...]:
-    """Padded lengths: doubling from `smallest`, the last one exactly `longest`."""
-    buckets = []
-    while smallest < longest:
-        buckets.append(smallest)
-        smallest *= 2
-    return (*buckets, longest)
-
-
-def _bucket(buckets: Sequence[int], length: int) -> int:
-    return next(bucket for bucket in buckets if bucket >= length)
-
-
-def _pad(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens [B, width] int32 right-padded with 0, lengths [B] int32)."""
-    tokens = np.zeros((len(rows), width), np.int32)
-    for row, ids in zip(tokens, rows):
-        row[: len(ids)] = ids
-    return tokens, np.asarray([len(ids) for ids in rows], np.int32)
+__all__ = ["Episode", "RolloutConfig", "RolloutEngine", "Turn"]
 
 
 class RolloutEngine:
@@ -168,12 +44,15 @@ class RolloutEngine:
         self.candidates = min(config.candidates, len(retriever.corpus))
         self._known_ids = len(tokenizer)
         self._table = stop_table(tokenizer, model.config.vocab_size)
-        self._sampler = device.Sampler(model, self._table, eos_ids)
-        self._prompt_buckets = length_buckets(config.max_prompt_tokens)
-        self._observation_buckets = length_buckets(config.max_observation_tokens)
-        # Columns never run out: after compaction the longest live row leaves room for a chunk or an observation.
-        everything = (config.max_searches + 1) * config.max_new_tokens + config.max_searches * self._observation_buckets[-1]
-        self._capacity = min(everything, config.max_response_tokens + max(config.chunk, self._observation_buckets[-1]))
+        self._sampler = device.Sampler(
+            model,
+            self._table,
+            eos_ids,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_new_tokens=config.min_new_tokens,
+        )
+        self._widths = private_widths(config)
 
     def run(
         self,
@@ -197,7 +76,7 @@ class RolloutEngine:
             raise ValueError(f"{len(questions)} questions but {len(prompts)} prompts")
         began, compiled, counts = time.monotonic(), self._sampler.compilations(), Counter()
         rows = [
-            _Row(group, sample, np.asarray(prompts[group], np.int32))
+            Row(group, sample, np.asarray(prompts[group], np.int32))
             for group in range(len(questions))
             for sample in range(group_size)
         ]
@@ -208,149 +87,15 @@ class RolloutEngine:
                     row.end("context_full")
         # Prompts of like length together: less padding. Results do not depend on the order.
         waiting = sorted((group for group in groups if group[0].status is None), key=lambda group: len(group[0].prompt))
-        size = self.config.batch_groups
-        for at in range(0, len(waiting), size):
-            self._run_batch(policy_variables, waiting[at : at + size], group_size, key, temperature, retriever_lora, counts)
+        environment = Environment(self.config, self.tokenizer, self._table, self.retriever, self.candidates, retriever_lora, counts)
+        settings = {"group_size": group_size, "key": key, "temperature": temperature, "counts": counts}
+        Flight(self._sampler, environment, self._widths, policy_variables, **settings).run(waiting)
         metrics = _metrics(rows, counts, time.monotonic() - began, self._known_ids)
         metrics["rollout/compilations"] = self._sampler.compilations() - compiled
         return [row.episode(questions) for row in rows], metrics
 
-    def _run_batch(self, variables, groups: list[list[_Row]], group_size: int, key, temperature, lora, counts: Counter) -> None:
-        config, sampler = self.config, self._sampler
-        rows = [row for group in groups for row in group]
-        total = config.batch_groups * group_size
-        prompts = [group[0].prompt for group in groups] + [[]] * (config.batch_groups - len(groups))
-        padded = _pad(prompts, _bucket(self._prompt_buckets, max(map(len, prompts))))
-        sample_ids = np.zeros(total, np.int32)
-        sample_ids[: len(rows)] = [row.group * group_size + row.sample for row in rows]
-        state = sampler.prefill(variables, *padded, sample_ids, self._room(rows, total), capacity=self._capacity)
-        column = 0
-        while True:
-            state, column, reasons = self._generate(variables, state, column, rows, total, key, temperature)
-            observations = self._act(rows, reasons, lora, counts)
-            width = max((len(observation.tokens) for observation in observations.values()), default=0)
-            if width == 0:
-                break
-            width = _bucket(self._observation_buckets, width)
-            if column + width > self._capacity:
-                state, column = self._make_room(state, rows, total, width)
-            blocks = [observations[index].tokens if index in observations else [] for index in range(total)]
-            state = sampler.append(variables, state, *_pad(blocks, width), self._room(rows, total))
-            column += width
-        forwarded, computed = jax.device_get((state.forwarded, state.computed))
-        counts["forwarded"] += int(forwarded)
-        counts["computed"] += int(computed)
-        counts["prompt"] += sum(map(len, prompts))
 
-    def _generate(self, variables, state, column: int, rows: list[_Row], total: int, key, temperature: float):
-        """Decode until every row has stopped. Returns (state, next column, reason of each row)."""
-        config = self.config
-        room = self._room(rows, total)
-        while True:
-            steps = min(config.chunk, int(room.max()))
-            if column + steps > self._capacity:
-                state, column = self._make_room(state, rows, total, steps)
-            state, *written = self._sampler.decode_chunk(variables, state, key, temperature, steps=config.chunk)
-            tokens, logps, counts, reasons, column = jax.device_get((*written, state.reason, state.column))
-            column = int(column)
-            for index, row in enumerate(rows):
-                n = int(counts[index])
-                row.write(tokens[index, :n].tolist(), logps[index, :n].tolist())
-            room = np.where(reasons == device.RUNNING, room - counts, 0)
-            if not room.any():
-                return state, column, reasons
-
-    def _room(self, rows: list[_Row], total: int) -> np.ndarray:
-        """[total] int32: how many tokens the next generation of each row may take; 0 for ended and idle rows."""
-        room = np.zeros(total, np.int32)
-        for index, row in enumerate(rows):
-            if row.status is None:
-                room[index] = min(self.config.max_new_tokens, self.config.max_response_tokens - len(row.tokens))
-        return room
-
-    def _make_room(self, state, rows: list[_Row], total: int, width: int):
-        keep = np.zeros(total, bool)
-        keep[: len(rows)] = [row.status is None for row in rows]
-        state = self._sampler.compact(state, keep)
-        column = int(state.column)
-        assert column + width <= self._capacity, (column, width, self._capacity)
-        return state, column
-
-    def _act(self, rows: list[_Row], reasons: np.ndarray, lora, counts: Counter) -> dict[int, protocol.Observation]:
-        """End the rollouts that are over, run the searches of the others. Returns the observation of every row that goes on."""
-        observations: dict[int, protocol.Observation] = {}
-        searches: dict[int, str] = {}
-        for index, row in enumerate(rows):
-            if row.status is not None:
-                continue
-            text = protocol.cut(self._table.decode(row.tokens[row.start :]))
-            row.trace.append(("generated", text))
-            row.generation += 1
-            if reasons[index] == device.LIMIT:
-                row.end("context_full" if len(row.tokens) >= self.config.max_response_tokens else "truncated")
-                continue
-            action = protocol.parse(text)
-            last = row.generation > self.config.max_searches
-            if action.kind == "answer":
-                row.answer = action.content
-                row.end("answered")
-            elif last:
-                if action.kind == "search":
-                    row.trace.append(("corrective", protocol.NO_SEARCHES_LEFT))
-                row.end("no_answer")
-            elif action.kind == "search":
-                searches[index] = action.content
-            else:
-                message = protocol.EMPTY_QUERY if action.kind == "empty_query" else protocol.MALFORMED
-                counts["corrective"] += 1
-                self._observe(row, protocol.render_corrective(message, self.tokenizer), "corrective", observations, index)
-        if searches:
-            self._search(rows, searches, lora, observations, counts)
-        return observations
-
-    def _search(self, rows, searches: dict[int, str], lora, observations, counts: Counter) -> None:
-        """One batched search for the queries `searches` (row index -> query)."""
-        began = time.monotonic()
-        try:
-            found = self.retriever.search(list(searches.values()), self.candidates, lora=lora)
-        except RetrievalFault as fault:
-            for index in searches:
-                rows[index].trace.append(("fault", str(fault)))
-                rows[index].end("environment_fault")
-            return
-        finally:
-            counts["retrieval_microseconds"] += int(1e6 * (time.monotonic() - began))
-        config = self.config
-        for (index, query), scores, hits in zip(searches.items(), np.asarray(found.scores), np.asarray(found.rows)):
-            row = rows[index]
-            passages = [self.retriever.corpus[int(hit)] for hit in hits[: config.shown] if hit >= 0]
-            observation = protocol.render_observation(
-                passages, self.tokenizer, config.max_observation_tokens, config.max_passage_tokens
-            )
-            history = len(row.tokens)
-            fits = self._observe(row, observation, "information", observations, index)
-            span = history, len(row.tokens)
-            turn = Turn(query, history, hits.astype(np.int32), scores.astype(np.float32), observation.shown, span)
-            if fits:
-                counts["dropped"] += observation.dropped
-                counts["cut"] += observation.cut
-            else:
-                turn.shown, turn.error = 0, "the observation did not fit into the context"
-            row.turns.append(turn)
-
-    def _observe(self, row: _Row, observation: protocol.Observation, kind: str, observations: dict, index: int) -> bool:
-        """Give a row its observation, or end it when no token could be generated behind it."""
-        if len(row.tokens) + len(observation.tokens) >= self.config.max_response_tokens:
-            row.end("context_full")
-            return False
-        row.write(observation.tokens.tolist())
-        row.start = len(row.tokens)
-        row.trace.append((kind, self._table.decode(observation.tokens)))
-        observations[index] = observation
-        return True
-
-
-def _metrics(rows: list[_Row], counts: Counter, seconds: float, known_ids: int) -> dict[str, float]:
+def _metrics(rows: list[Row], counts: Counter, seconds: float, known_ids: int) -> dict[str, float]:
     """Means are over rollouts. prefill_ratio: real tokens put through the model / distinct tokens of prompts and responses.
     padding_ratio: positions computed, padding included / real tokens."""
     rollouts = max(1, len(rows))

@@ -12,11 +12,9 @@ RoPE positions count each row's own tokens. With N groups of G samples (rows n*G
 `hidden` is the state behind each row's last token; its logits give the next one. So every token is forwarded exactly once, right
 after it was sampled, and an observation is simply appended: no token is ever prefilled again.
 
-Keys are ``fold_in(fold_in(key, sample_id), position)``: what a sample draws depends on itself only, not on its neighbours, the
-batch's make-up, the column or the chunk. The recorded log-probability is the trainer's: float32 log-softmax of the unmodified
-logits (all V of them, temperature 1) at the sampled token. At temperature 1 the sampler draws from exactly that distribution:
-nothing is masked or renormalised, not even ids beyond the tokenizer in a padded vocabulary (they have no text, and are
-counted).
+What a sample draws (`drawing.py`) depends on its id and position only, not on its neighbours, the batch's make-up, the column or
+the chunk. At temperature 1 the sampler draws from the trainer's distribution: nothing is masked or renormalised, not even ids
+beyond the tokenizer in a padded vocabulary (they have no text, and are counted).
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ import numpy as np
 
 from bridge_jax.models.cache import KVBlock
 from bridge_jax.models.qwen2 import unembed
+from bridge_jax.rollout.drawing import pick
 from bridge_jax.rollout.stopping import StopTable
 
 # Why a row stands still. SEARCH and ANSWER follow the order of protocol.STOP_STRINGS.
@@ -48,75 +47,58 @@ class DecodeState:
     position: jax.Array  # [B] int32, of the next token
     matched: jax.Array  # [B] int32, state of the stop automaton in this generation
     left: jax.Array  # [B] int32, tokens this generation may still take
+    owed: jax.Array  # [B] int32, tokens this generation must take before it may end
     reason: jax.Array  # [B] int32, RUNNING or why the row stands still
     sample_id: jax.Array  # [B] int32
     forwarded: jax.Array  # [] int32, real tokens put through the model so far
     computed: jax.Array  # [] int32, the same with padding
 
 
-def draw(logits: jax.Array, uniform: jax.Array) -> jax.Array:
-    """logits [B, V] float32, uniform [B] in [0, 1) -> [B] int32: each row's cumulative distribution inverted at its number.
-
-    One random number a row instead of V, and two short cumulative sums (over blocks, then inside the block) instead of a long one.
-    An id of probability 0 is never drawn.
-    """
-    batch, vocab = logits.shape
-    width = 1 << max(1, (vocab.bit_length() + 1) // 2)
-    weights = jnp.exp(logits - logits.max(-1, keepdims=True))
-    weights = jnp.pad(weights, ((0, 0), (0, -vocab % width))).reshape(batch, -1, width)
-
-    def invert(
-        mass, target
-    ):  # the first possible entry whose cumulative sum passes the target; the likeliest if rounding left none
-        cumulative = jnp.cumsum(mass, axis=-1)
-        passes = (cumulative > target[:, None]) & (mass > 0)
-        index = jnp.where(passes.any(-1), passes.argmax(-1), mass.argmax(-1))
-        return index, jnp.take_along_axis(cumulative - mass, index[:, None], axis=1)[:, 0]
-
-    blocks = weights.sum(-1)
-    target = uniform * jnp.cumsum(blocks, axis=-1)[:, -1]
-    block, before = invert(blocks, target)
-    inside, _ = invert(jnp.take_along_axis(weights, block[:, None, None], axis=1)[:, 0], target - before)
-    return (block * width + inside).astype(jnp.int32)
-
-
-def pick(logits: jax.Array, key: jax.Array, sample_id: jax.Array, position: jax.Array, temperature: jax.Array):
-    """(token [B] int32, log-prob [B] float32 under the untempered distribution). temperature 0 takes the most likely token."""
-    keys = jax.vmap(lambda sample, at: jax.random.fold_in(jax.random.fold_in(key, sample), at))(sample_id, position)
-    uniform = jax.vmap(lambda row_key: jax.random.uniform(row_key))(keys)
-    sampled = draw(logits / jnp.where(temperature > 0, temperature, 1.0), uniform)
-    token = jnp.where(temperature > 0, sampled, logits.argmax(-1).astype(jnp.int32))
-    chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
-    return token, chosen - jax.nn.logsumexp(logits, axis=-1)
-
-
 class Sampler:
     """The jitted programs of one model and vocabulary. Weights are an argument of each call; states are donated.
 
     `model`: anything with Qwen2's call (output="hidden"), a `config` that `unembed` and `KVBlock.empty` read, and a `dtype`.
+    top_p, top_k: `drawing.draw_top`. min_new_tokens: no generation ends before so many tokens, except at its limit: until then the
+    EOS ids are barred, and so is every token that would complete a stop string. (To let a tag pass unheeded would not do: an
+    action is read up to its first closing tag, and the policy would see an unanswered search in its own text.)
+    With the defaults none of the three costs anything: the options are static.
     """
 
-    def __init__(self, model, table: StopTable, eos_ids: Sequence[int]):
+    def __init__(
+        self, model, table: StopTable, eos_ids: Sequence[int], *, top_p: float = 1.0, top_k: int = 0, min_new_tokens: int = 0
+    ):
         self.model = model
+        self._options = {"top_p": top_p, "top_k": top_k}
+        self._min_new_tokens = min_new_tokens
         self._next_state = jnp.asarray(table.next_state)
         self._accepting = table.accepting
         self._eos = np.asarray(sorted(set(eos_ids)), np.int32)
         # Bound methods: each sampler has compiled programs, and counts, of its own.
-        self._prefill = jax.jit(self._prefill_impl, static_argnames=("capacity",))
+        shapes = ("groups", "prompt_width", "width")
+        self._enter = jax.jit(self._enter_impl, static_argnames=shapes, donate_argnames=("state",))
         self._decode = jax.jit(self._decode_impl, static_argnames=("steps",), donate_argnames=("state",))
         self._append = jax.jit(self._append_impl, donate_argnames=("state",))
-        self._compact = jax.jit(self._compact_impl, donate_argnames=("state",))
+        self._compact = jax.jit(self._compact_impl, static_argnames=("width",))
 
     def compilations(self) -> int:
         """Programs compiled so far."""
-        return sum(program._cache_size() for program in (self._prefill, self._decode, self._append, self._compact))
+        return sum(program._cache_size() for program in (self._enter, self._decode, self._append, self._compact))
 
-    def prefill(self, variables, prompts, lengths, sample_ids, left, *, capacity: int) -> DecodeState:
-        """Read the prompts once a group.
+    def start(self, variables, prompts, lengths, slots, sample_ids, left, *, groups: int, prompt_width: int, width: int):
+        """A batch of N = `groups` places with the first E groups in it; the rest is idle. Else as `enter`.
 
-        prompts [N, P] int32 right-padded, lengths [N] (0: an empty group), sample_ids [B], left [B] (0: the row stays idle).
+        prompt_width: of the shared block, at least P. width: of the private one.
         """
-        return self._prefill(variables, prompts, lengths, sample_ids, left, capacity=capacity)
+        shapes = {"groups": groups, "prompt_width": prompt_width, "width": width}
+        return self._enter(variables, None, prompts, lengths, slots, sample_ids, left, **shapes)
+
+    def enter(self, variables, state: DecodeState, prompts, lengths, slots, sample_ids, left) -> DecodeState:
+        """Read E prompts, once each, and put their groups in the places `slots`, where whatever was there is forgotten.
+
+        prompts [E, P] int32 right-padded, lengths [E], slots [E] int32 (N: nobody), sample_ids [E * G], left [E * G] int32: tokens
+        the first generation of each row may take.
+        """
+        return self._enter(variables, state, prompts, lengths, slots, sample_ids, left, groups=0, prompt_width=0, width=0)
 
     def decode_chunk(self, variables, state: DecodeState, key, temperature, *, steps: int):
         """Sample up to `steps` tokens a row; ends early when every row has stopped.
@@ -125,45 +107,75 @@ class Sampler:
         """
         return self._decode(variables, self._next_state, state, key, jnp.float32(temperature), steps=steps)
 
-    def append(self, variables, state: DecodeState, tokens, lengths, left) -> DecodeState:
-        """Append an observation to the rows with lengths[b] > 0; their next generation may take left[b] tokens. The others go idle.
+    def append(self, variables, state: DecodeState, rows, tokens, lengths, left, advance) -> DecodeState:
+        """Append observations to R stopped rows, whose next generations may take left[r] tokens. The other rows stay as they are.
 
-        tokens [B, O] int32 right-padded. Writes O columns.
+        rows [R] int32 (B: nobody), tokens [R, O] int32 right-padded, lengths [R], left [R] int32. O columns are written; the next
+        write goes `advance` columns further: 0 to append to other rows at the same columns, at last the greatest O of them.
         """
-        return self._append(variables, state, tokens, lengths, left)
+        return self._append(variables, state, rows, tokens, lengths, left, jnp.int32(advance))
 
-    def compact(self, state: DecodeState, keep) -> DecodeState:
-        """Move each row's valid columns to the front and forget the rows with keep[b] False, so that columns are free again."""
-        return self._compact(state, keep)
+    def compact(self, state: DecodeState, keep, *, width: int) -> DecodeState:
+        """Move each row's valid columns to the front of a block of `width` columns; forget the rows with keep[b] False."""
+        return self._compact(state, keep, width=width)
 
-    def _prefill_impl(self, variables, prompts, lengths, sample_ids, left, *, capacity):
-        groups, width = prompts.shape
-        rows = sample_ids.shape[0]
+    def _nobody(self, groups: int, rows: int, prompt_width: int, width: int) -> DecodeState:
         config, dtype = self.model.config, self.model.dtype
-        valid = jnp.arange(width) < lengths[:, None]
-        hidden, shared = self.model.apply(
+        zeros = jnp.zeros(rows, jnp.int32)
+        return DecodeState(
+            shared=KVBlock.empty(config, groups, prompt_width, dtype),
+            private=KVBlock.empty(config, rows, width, dtype),
+            column=jnp.int32(0),
+            hidden=jnp.zeros((rows, config.hidden_size), dtype),
+            position=zeros,
+            matched=zeros,
+            left=zeros,
+            owed=zeros,
+            reason=jnp.full(rows, IDLE, jnp.int32),
+            sample_id=zeros,
+            forwarded=jnp.int32(0),
+            computed=jnp.int32(0),
+        )
+
+    def _enter_impl(self, variables, state, prompts, lengths, slots, sample_ids, left, *, groups, prompt_width, width):
+        entering, length = prompts.shape
+        size = sample_ids.shape[0] // entering
+        if state is None:
+            state = self._nobody(groups, groups * size, prompt_width, width)
+        valid = jnp.arange(length) < lengths[:, None]
+        hidden, block = self.model.apply(
             variables,
             prompts,
-            positions=jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), prompts.shape),
+            positions=jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), prompts.shape),
             valid=valid,
-            private=KVBlock.empty(config, groups, width, dtype),
+            private=KVBlock.empty(self.model.config, entering, length, self.model.dtype),
             write_at=jnp.int32(0),
             output="hidden",
         )
-        last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-        per_row = functools.partial(jnp.repeat, repeats=rows // groups, axis=0, total_repeat_length=rows)
-        return DecodeState(
+        beyond = state.shared.valid.shape[1] - length
+        shared = KVBlock(
+            k=state.shared.k.at[:, slots, :length].set(block.k, mode="drop"),
+            v=state.shared.v.at[:, slots, :length].set(block.v, mode="drop"),
+            valid=state.shared.valid.at[slots].set(jnp.pad(block.valid, ((0, 0), (0, beyond))), mode="drop"),
+        )
+        rows = (slots[:, None] * size + jnp.arange(size, dtype=jnp.int32)).reshape(-1)
+        per_row = functools.partial(jnp.repeat, repeats=size, axis=0, total_repeat_length=rows.shape[0])
+
+        def put(old, new):
+            return old.at[rows].set(new, mode="drop")
+
+        return state.replace(
             shared=shared,
-            private=KVBlock.empty(config, rows, capacity, dtype),
-            column=jnp.int32(0),
-            hidden=per_row(last),
-            position=per_row(lengths),
-            matched=jnp.zeros(rows, jnp.int32),
-            left=left,
-            reason=jnp.where(left > 0, RUNNING, IDLE).astype(jnp.int32),
-            sample_id=sample_ids,
-            forwarded=valid.sum(dtype=jnp.int32),
-            computed=jnp.int32(groups * width),
+            private=state.private.replace(valid=put(state.private.valid, False)),
+            hidden=put(state.hidden, per_row(_last(hidden, lengths))),
+            position=put(state.position, per_row(lengths)),
+            matched=put(state.matched, 0),
+            left=put(state.left, left),
+            owed=put(state.owed, self._min_new_tokens),
+            reason=put(state.reason, jnp.where(left > 0, RUNNING, IDLE)),
+            sample_id=put(state.sample_id, sample_ids),
+            forwarded=state.forwarded + valid.sum(dtype=jnp.int32),
+            computed=state.computed + entering * length,
         )
 
     def _decode_impl(self, variables, next_state, state, key, temperature, *, steps):
@@ -177,7 +189,8 @@ class Sampler:
             step, state, tokens, logps, counts = carry
             running = state.reason == RUNNING
             logits = unembed(variables["params"], state.hidden, self.model.config)
-            token, logp = pick(logits, key, state.sample_id, state.position, temperature)
+            barred = self._barred(next_state, state) if self._min_new_tokens else None
+            token, logp = pick(logits, key, state.sample_id, state.position, temperature, barred=barred, **self._options)
             token = jnp.where(running, token, 0)
             matched = jnp.where(running, next_state[state.matched, token].astype(jnp.int32), state.matched)
             left = state.left - running
@@ -203,6 +216,7 @@ class Sampler:
                 position=state.position + running,
                 matched=matched,
                 left=left,
+                owed=jnp.maximum(state.owed - running, 0),
                 reason=jnp.where(running, reason, state.reason),
                 forwarded=state.forwarded + running.sum(dtype=jnp.int32),
                 computed=state.computed + rows,
@@ -215,41 +229,72 @@ class Sampler:
         _, state, tokens, logps, counts = jax.lax.while_loop(go_on, body, (jnp.int32(0), state, *buffers))
         return state, tokens, logps, counts
 
-    def _append_impl(self, variables, state, tokens, lengths, left):
-        rows, width = tokens.shape
-        steps = jnp.arange(width, dtype=jnp.int32)
+    def _barred(self, next_state, state):
+        """[B, V] bool: what would end the generation of a row that owes tokens."""
+        after = next_state[state.matched]
+        ends = (after == self._accepting[0]) | (after == self._accepting[1])
+        return (state.owed > 0)[:, None] & ends.at[:, self._eos].set(True)
+
+    def _append_impl(self, variables, state, rows, tokens, lengths, left, advance):
+        """The R rows are taken out of the batch, each with a prompt block of its own, and put back."""
+        groups, total = state.shared.valid.shape[0], state.reason.shape[0]
+        at = jnp.minimum(rows, total - 1)
+        length = tokens.shape[1]
+        steps = jnp.arange(length, dtype=jnp.int32)
         valid = steps < lengths[:, None]
         hidden, private = self.model.apply(
             variables,
             tokens,
-            positions=state.position[:, None] + steps,
+            positions=state.position[at, None] + steps,
             valid=valid,
-            shared=state.shared,
-            private=state.private,
+            shared=_take(state.shared, at // (total // groups)),
+            private=_take(state.private, at),
             write_at=state.column,
             output="hidden",
         )
-        last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+
+        def put(old, new):
+            return old.at[rows].set(new, mode="drop")
+
         return state.replace(
-            private=private,
-            column=state.column + width,
-            hidden=jnp.where((lengths > 0)[:, None], last, state.hidden),
-            position=state.position + lengths,
-            matched=jnp.zeros_like(state.matched),
-            left=left,
-            reason=jnp.where(left > 0, RUNNING, IDLE).astype(jnp.int32),
+            private=KVBlock(
+                k=state.private.k.at[:, rows].set(private.k, mode="drop"),
+                v=state.private.v.at[:, rows].set(private.v, mode="drop"),
+                valid=put(state.private.valid, private.valid),
+            ),
+            column=state.column + advance,
+            hidden=put(state.hidden, _last(hidden, lengths)),
+            position=put(state.position, state.position[at] + lengths),
+            matched=put(state.matched, 0),
+            left=put(state.left, left),
+            owed=put(state.owed, self._min_new_tokens),
+            reason=put(state.reason, jnp.where(left > 0, RUNNING, IDLE)),
             forwarded=state.forwarded + valid.sum(dtype=jnp.int32),
-            computed=state.computed + rows * width,
+            computed=state.computed + rows.shape[0] * length,
         )
 
-    def _compact_impl(self, state, keep):
+    def _compact_impl(self, state, keep, *, width):
         """Keys carry their rotation already, so columns may move freely as long as a row's order stays."""
         valid = state.private.valid & keep[:, None]
-        order = jnp.argsort(~valid, axis=1, stable=True)
-        gather = order[None, :, :, None, None]
+        order = jnp.argsort(~valid, axis=1, stable=True)[:, :width]
+        more = (0, width - order.shape[1])
+
+        def move(x):
+            moved = jnp.take_along_axis(x, order[None, :, :, None, None], axis=2)
+            return jnp.pad(moved, ((0, 0), (0, 0), more, (0, 0), (0, 0)))
+
         private = KVBlock(
-            k=jnp.take_along_axis(state.private.k, gather, axis=2),
-            v=jnp.take_along_axis(state.private.v, gather, axis=2),
-            valid=jnp.take_along_axis(valid, order, axis=1),
+            k=move(state.private.k),
+            v=move(state.private.v),
+            valid=jnp.pad(jnp.take_along_axis(valid, order, axis=1), ((0, 0), more)),
         )
         return state.replace(private=private, column=valid.sum(1, dtype=jnp.int32).max())
+
+
+def _take(block: KVBlock, rows: jax.Array) -> KVBlock:
+    return KVBlock(k=block.k[:, rows], v=block.v[:, rows], valid=block.valid[rows])
+
+
+def _last(hidden: jax.Array, lengths: jax.Array) -> jax.Array:
+    """hidden [B, T, D], lengths [B] -> [B, D]: behind each row's last real token."""
+    return jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]

@@ -79,16 +79,17 @@ def packing_fill(rollouts: Rollouts) -> float:
     return float(real.sum() / max(computed, 1))
 
 
-def choose_turns(episodes: Sequence[Episode], limit: int, seed: int, step: int) -> list[tuple[int, int]]:
-    """Up to `limit` executed searches as (episode number, turn number), zero-advantage ones included; a seeded draw from more.
+def executed_searches(episodes: Sequence[Episode]) -> list[tuple[int, int]]:
+    """(episode number, turn number) of every turn. Those of environment faults are left out: their rollouts carry no outcome."""
+    return [(i, t) for i, e in enumerate(episodes) if e.status != "environment_fault" for t in range(len(e.turns))]
 
-    Searches of environment faults are left out: their rollouts carry no outcome.
-    """
-    turns = [(i, t) for i, e in enumerate(episodes) if e.status != "environment_fault" for t in range(len(e.turns))]
-    if len(turns) > limit:
-        keep = np.random.default_rng([seed, step]).choice(len(turns), limit, replace=False)
-        turns = [turns[i] for i in sorted(keep)]
-    return turns
+
+def choose(credits: Sequence[TurnCredit], limit: int, seed: int, step: int) -> list[TurnCredit]:
+    """Up to `limit` of a step's turns, zero-advantage ones included; a seeded draw from more."""
+    if len(credits) <= limit:
+        return list(credits)
+    keep = np.random.default_rng([seed, step]).choice(len(credits), limit, replace=False)
+    return [credits[i] for i in sorted(keep)]
 
 
 def turn_rows(config: ConfigDict) -> int:
@@ -98,11 +99,12 @@ def turn_rows(config: ConfigDict) -> int:
 
 
 def pack_turns(assets: Assets, credits: Sequence[TurnCredit], advantages: np.ndarray, rows: int) -> Turns:
-    """Scored turns as arrays of `rows` rows; masked turns, and rows beyond `credits`, have mask False.
+    """Scored turns as arrays of `rows` rows; rows beyond them have mask False.
 
     Args:
-      advantages: [B] of the episodes.
+      credits: masked ones, which have no row, come last. advantages: [B] of the episodes.
     """
+    credits = [credit for credit in credits if credit.kind != "masked"]
     C, U = assets.engine.candidates, len(credits)
     ids = e5.tokenize(assets.encoder, [credit.turn.query for credit in credits], kind="query") or [[]]
     query_tokens, query_mask = e5.pad(assets.encoder, ids, rows)

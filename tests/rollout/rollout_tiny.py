@@ -153,8 +153,9 @@ def questions(n: int) -> list[Question]:
 class Scripted:
     """A policy with the interface of Qwen2 that writes given token ids: the next id is script[prompt[0], sample, position].
 
-    It reads the prompt's first token back from the shared cache, and takes the position and the sample (the row in its group) from
-    the call, so it also notices wrong positions, wrong rows and lost columns. `config` makes `unembed` the identity.
+    It reads the prompt's first token back from the shared cache, takes the position from the call, and notes in the cache which
+    sample a row is while it decodes (a row of the whole batch), so it also notices wrong positions, wrong rows and lost columns.
+    `config` makes `unembed` the identity.
     """
 
     vocab_size: int
@@ -172,13 +173,20 @@ class Scripted:
         return {"params": {"embed": {"embedding": jnp.eye(self.vocab_size)}, "script": jnp.asarray(script)}}
 
     def apply(self, variables, tokens, *, positions, valid, private, write_at, shared=None, output="hidden"):
-        batch = tokens.shape[0]
-        k = jax.lax.dynamic_update_slice(private.k, tokens.astype(jnp.float32)[None, :, :, None, None], (0, 0, write_at, 0, 0))
-        private = private.replace(k=k, valid=jax.lax.dynamic_update_slice(private.valid, valid, (0, write_at)))
+        batch, length = tokens.shape
+
+        def write(cache, value):
+            block = jnp.broadcast_to(value, tokens.shape).astype(jnp.float32)[None, :, :, None, None]
+            return jax.lax.dynamic_update_slice(cache, block, (0, 0, write_at, 0, 0))
+
+        decoding = shared is not None and length == 1
+        sample = jnp.arange(batch) % self.group_size if decoding else jnp.zeros(batch, jnp.int32)
+        if shared is not None and not decoding:  # an observation behind what the row has decoded
+            sample = jnp.where(private.valid, private.v[0, :, :, 0, 0], 0).max(1).astype(jnp.int32)
+        valid = jax.lax.dynamic_update_slice(private.valid, valid, (0, write_at))
+        private = private.replace(k=write(private.k, tokens), v=write(private.v, sample[:, None]), valid=valid)
         block = private if shared is None else shared
-        groups = block.k.shape[1]
-        which = jnp.repeat(block.k[0, :, 0, 0, 0].astype(jnp.int32), batch // groups)
-        sample = jnp.arange(batch) % (batch // groups) if shared is not None else jnp.zeros(batch, jnp.int32)
+        which = jnp.repeat(block.k[0, :, 0, 0, 0].astype(jnp.int32), batch // block.k.shape[1])
         script = variables["params"]["script"]
         # A prompt is read once for its group, so its hidden state cannot depend on the sample: all samples start alike.
         follow = script[which[:, None], sample[:, None], jnp.minimum(positions + 1, script.shape[2] - 1)]

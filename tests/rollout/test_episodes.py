@@ -1,107 +1,33 @@
 """Whole episodes: a scripted policy for every way a rollout can go, and a random real model for parity with a forward pass."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
 import pytest
 import rollout_tiny as tiny
+from rollout_engine import (
+    ANSWER,
+    BYTES,
+    CONFIG,
+    QUERY,
+    WORDS,
+    Script,
+    check_log_probs,
+    fresh_engine,
+    prompts_of,
+    real_engine,
+    real_model,
+    run_real,
+    same,
+)
 
 from bridge_jax.errors import UserError
 from bridge_jax.retrieval.retriever import RetrievalFault
 from bridge_jax.rollout import protocol
-from bridge_jax.rollout.episodes import RolloutConfig, RolloutEngine, length_buckets
+from bridge_jax.rollout.episodes import RolloutConfig, RolloutEngine
+from bridge_jax.rollout.flight import length_buckets
 from bridge_jax.rollout.stopping import stop_table
-
-WORDS = tiny.word_tokenizer()
-BYTES = tiny.byte_level_tokenizer()
-CONFIG = RolloutConfig(
-    max_searches=2,
-    shown=3,
-    candidates=8,
-    max_prompt_tokens=16,
-    max_new_tokens=12,
-    max_observation_tokens=48,
-    max_response_tokens=100,
-    chunk=4,
-    batch_groups=2,
-)
-
-
-class Script:
-    """Runs texts through the real engine. A generation is text or ids; observations are filled in from the retriever."""
-
-    def __init__(self, tokenizer, config=CONFIG, retriever=None, eos=None):
-        self.tokenizer, self.config = tokenizer, config
-        self.retriever = retriever or tiny.Retriever(tiny.corpus())
-        self.eos = tokenizer.all_special_ids if eos is None else eos
-
-    def ids(self, text):
-        return text if isinstance(text, list) else protocol.encode(self.tokenizer, text)
-
-    def observation(self, query) -> list[int]:
-        hits = tiny.Retriever(self.retriever.corpus).search([query], self.config.candidates).rows[0][: self.config.shown]
-        passages = [self.retriever.corpus[int(row)] for row in hits]
-        return protocol.render_observation(
-            passages, self.tokenizer, self.config.max_observation_tokens, self.config.max_passage_tokens
-        ).tokens.tolist()
-
-    def run(self, *samples, prompt_length=3):
-        """samples: lists of segments; ("obs", query) and ("say", message) are the environment's. Returns (episodes, metrics)."""
-        vocab, plans = len(self.tokenizer), []
-        for segments in samples:
-            plan = []
-            for segment in segments:
-                if isinstance(segment, tuple):
-                    kind, content = segment
-                    told = (
-                        self.observation(content)
-                        if kind == "obs"
-                        else protocol.render_corrective(content, self.tokenizer).tokens.tolist()
-                    )
-                    plan += [(token, False) for token in told]
-                else:
-                    plan += [(token, True) for token in self.ids(segment)]
-            plans.append(plan)
-        filler = self.ids("the")[0]
-        script = np.full((1, len(samples), prompt_length + self.config.max_response_tokens + 64), filler, np.int32)
-        for row, plan in zip(script[0], plans):
-            row[prompt_length : prompt_length + len(plan)] = [token for token, _ in plan]
-        model = tiny.Scripted(vocab, len(samples))
-        engine = RolloutEngine(model, self.tokenizer, self.eos, self.config, self.retriever)
-        prompt = np.zeros(prompt_length, np.int32)  # its first token names the script
-        episodes, metrics = engine.run(
-            model.variables(script),
-            tiny.questions(1),
-            prompts=[prompt],
-            group_size=len(samples),
-            key=jax.random.key(0),
-            temperature=1.0,
-        )
-        for episode, plan in zip(episodes, plans):
-            wrote = list(zip(episode.tokens.tolist(), episode.generated.tolist()))
-            assert wrote == plan[: len(wrote)]
-            check(episode)
-        assert metrics["rollout/prefill_ratio"] == pytest.approx(1.0) or metrics["rollout/context_full"]
-        return episodes, metrics
-
-
-def check(episode):
-    """Invariants of every episode."""
-    assert len(episode.tokens) == len(episode.generated) == len(episode.logps)
-    assert (episode.tokens.dtype, episode.generated.dtype, episode.logps.dtype) == (np.int32, bool, np.float32)
-    assert (episode.logps[~episode.generated] == 0).all()
-    assert (episode.logps <= 0).all()
-    for turn in episode.turns:
-        assert episode.generated[turn.history - 1]
-        start, end = turn.observation
-        assert start == turn.history
-        assert not episode.generated[start:end].any()
-        assert len(turn.rows) == len(turn.scores) == 8
-
-
-QUERY, ANSWER = "<search> who founded it </search>", "<answer> the river </answer>"
 
 
 @pytest.mark.parametrize("tokenizer", [WORDS, BYTES], ids=["words", "bytes"])
@@ -228,66 +154,13 @@ def test_no_searches_at_all():
     assert [episode.status for episode in episodes] == ["no_answer", "answered"]
 
 
-@functools.cache
-def real_model():
-    return tiny.tiny_model(len(WORDS) + 3)
-
-
-@functools.cache
-def real_engine(**changes):
-    """A random model over a word vocabulary in which every tag is one token: it searches and answers by chance."""
-    model, variables = real_model()
-    config = dataclasses.replace(CONFIG, **changes)
-    return RolloutEngine(model, WORDS, [1, 2], config, tiny.Retriever(tiny.corpus())), variables
-
-
-def prompts_of(lengths, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(3, len(WORDS), length).astype(np.int32) for length in lengths]
-
-
-def run_real(prompts, group_size=8, temperature=1.0, **changes):
-    engine, variables = real_engine(**changes)
-    return engine.run(
-        variables,
-        tiny.questions(len(prompts)),
-        prompts=prompts,
-        group_size=group_size,
-        key=jax.random.key(7),
-        temperature=temperature,
-    )
-
-
-def same(a, b):
-    assert a.tokens.tolist() == b.tokens.tolist()
-    assert a.generated.tolist() == b.generated.tolist()
-    np.testing.assert_allclose(a.logps, b.logps, atol=1e-5)
-    assert (a.status, a.answer, a.trace, [turn.query for turn in a.turns]) == (
-        b.status,
-        b.answer,
-        b.trace,
-        [turn.query for turn in b.turns],
-    )
-
-
 def test_recorded_log_probs_are_those_of_one_full_forward_pass():
-    model, variables = real_model()
     episodes, metrics = run_real(prompts_of([3, 16, 7]), group_size=16)
     assert metrics["rollout/searches"] > 0.1
     assert sum(len(episode.turns) == 2 for episode in episodes) > 0
     assert metrics["rollout/prefill_ratio"] == pytest.approx(1.0, abs=1e-12)
     assert metrics["rollout/padding_ratio"] > 1
-    width = 16 + CONFIG.max_response_tokens
-    tokens = np.zeros((len(episodes), width), np.int32)
-    for row, episode in zip(tokens, episodes):
-        check(episode)
-        ids = [*episode.prompt, *episode.tokens]
-        row[: len(ids)] = ids
-    logps = np.asarray(jax.nn.log_softmax(jax.jit(lambda ids: model.apply(variables, ids))(tokens)))
-    for row, episode in enumerate(episodes):
-        start = len(episode.prompt)
-        expected = logps[row, np.arange(start - 1, start - 1 + len(episode.tokens)), episode.tokens]
-        np.testing.assert_allclose(episode.logps[episode.generated], expected[episode.generated], atol=1e-5)
+    check_log_probs(episodes)
 
 
 def test_greedy_equals_a_naive_loop():
@@ -309,7 +182,7 @@ def test_a_sample_does_not_depend_on_its_company():
     prompts = prompts_of([3, 16, 7, 5, 11])
     together, _ = run_real(prompts)
     alone, _ = run_real(prompts, batch_groups=1)
-    wide, _ = run_real(prompts, batch_groups=4, chunk=7)
+    wide, _ = run_real(prompts, batch_groups=5, chunk=7)
     for a, b, c in zip(together, alone, wide):
         same(a, b)
         same(a, c)
@@ -326,19 +199,28 @@ def test_compaction_when_columns_run_out_changes_nothing():
     roomy, _ = run_real(prompts, group_size=16, max_passage_tokens=8)
     engine, _ = real_engine(max_passage_tokens=8, max_response_tokens=101)
     # Enough for the longest row, not for the columns of three generations and two observations of a batch that never moves.
-    engine._capacity = max(len(episode.tokens) for episode in roomy) + 8
-    tight, _ = run_real(prompts, group_size=16, max_passage_tokens=8, max_response_tokens=101)
-    assert engine._sampler._compact._cache_size() == 1
-    for a, b in zip(roomy, tight):
-        same(a, b)
+    longest = max(len(episode.tokens) for episode in roomy)
+    for widths in ((longest + 8,), (20, 60, longest + 8)):  # only when out of room; and with the width in use
+        engine._widths = widths
+        before = engine._sampler._compact._cache_size()
+        tight, _ = run_real(prompts, group_size=16, max_passage_tokens=8, max_response_tokens=101)
+        assert engine._sampler._compact._cache_size() > before
+        for a, b in zip(roomy, tight):
+            same(a, b)
 
 
-def test_a_second_run_compiles_nothing():
-    prompts = prompts_of([3, 16, 7])
-    _, first = run_real(prompts, max_new_tokens=11)
-    _, second = run_real(prompts_of([5, 12, 16, 2], seed=9), max_new_tokens=11)
-    assert first["rollout/compilations"] > 0
-    assert second["rollout/compilations"] == 0
+def test_a_second_epoch_compiles_nothing():
+    """Other questions, more of them, another order of lengths; a last batch that is not full; both temperatures."""
+    engine, variables = fresh_engine(max_new_tokens=11)
+    first, second = prompts_of([3, 16, 7, 9, 12], seed=1), prompts_of([16, 5, 12, 16, 2, 8, 8, 1, 11], seed=9)
+
+    def epoch(prompts, key, temperature):
+        asked = tiny.questions(len(prompts))
+        _, metrics = engine.run(variables, asked, prompts=prompts, group_size=8, key=jax.random.key(key), temperature=temperature)
+        return metrics["rollout/compilations"]
+
+    assert epoch(first, 0, 1.0) > 0
+    assert [epoch(second, 1, 1.0), epoch(second, 1, 0.0), epoch(first, 2, 1.0)] == [0, 0, 0]
 
 
 def test_both_eos_ids_end_a_generation():

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import rollout_tiny as tiny
@@ -13,7 +12,6 @@ from bridge_jax.rollout.stopping import stop_table
 
 TOKENIZER = tiny.word_tokenizer()
 V = len(TOKENIZER) + 3  # padded beyond the tokenizer
-pick = jax.jit(device.pick)
 
 
 @functools.cache
@@ -22,59 +20,16 @@ def make_sampler(**fields):
     return device.Sampler(model, stop_table(TOKENIZER, V), [1, 2]), model, variables
 
 
-def prefilled(sampler, variables, prompts, group_size, left, capacity=64):
-    width = 8
-    tokens = np.zeros((len(prompts), width), np.int32)
+def prefilled(sampler, variables, prompts, group_size, left, width=64):
+    """All prompts at once, in a batch that has no other place."""
+    tokens = np.zeros((len(prompts), 8), np.int32)
     for row, prompt in zip(tokens, prompts):
         row[: len(prompt)] = prompt
     ids = np.arange(len(prompts) * group_size, dtype=np.int32)
     lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
-    return sampler.prefill(variables, tokens, lengths, ids, np.full(len(ids), left, np.int32), capacity=capacity)
-
-
-@pytest.mark.parametrize("vocab", [1, 2, 5, 64, 1000])
-def test_draw_inverts_the_cumulative_distribution(vocab):
-    """Every id is drawn for exactly its share of [0, 1)."""
-    logits = 3 * jax.random.normal(jax.random.key(vocab), (vocab,))
-    grid = (jnp.arange(8192) + 0.5) / 8192
-    ids = np.asarray(device.draw(jnp.broadcast_to(logits, (8192, vocab)), grid))
-    assert ((ids >= 0) & (ids < vocab)).all()
-    assert (np.diff(ids) >= 0).all()
-    share = np.bincount(ids, minlength=vocab) / 8192
-    np.testing.assert_allclose(share, jax.nn.softmax(logits), atol=1.1 / 8192)
-
-
-def test_draw_never_takes_an_impossible_id():
-    logits = jnp.full((3, 300), -jnp.inf).at[:, 17].set(0.0).at[:, 250].set(-20.0)
-    ids = device.draw(logits, jnp.asarray([0.0, 0.5, 1 - 2**-24]))
-    assert set(np.asarray(ids).tolist()) <= {17, 250}
-
-
-def test_pick_records_the_untempered_log_prob_and_draws_from_the_tempered_one():
-    logits = jnp.tile(2 * jax.random.normal(jax.random.key(0), (1, 11)), (20_000, 1))
-    samples, position = jnp.arange(20_000), jnp.full(20_000, 5)
-    for temperature in (1.0, 0.5):
-        token, logp = pick(logits, jax.random.key(1), samples, position, jnp.float32(temperature))
-        np.testing.assert_allclose(logp, jax.nn.log_softmax(logits[0])[token], atol=1e-5)
-        share = np.bincount(np.asarray(token), minlength=11) / 20_000
-        np.testing.assert_allclose(share, jax.nn.softmax(logits[0] / temperature), atol=0.015)
-    token, logp = pick(logits, jax.random.key(1), samples, position, jnp.float32(0.0))
-    assert (token == logits[0].argmax()).all()
-    np.testing.assert_allclose(logp, jax.nn.log_softmax(logits[0]).max(), atol=1e-5)
-
-
-def test_a_row_depends_on_its_key_sample_and_position_only():
-    logits = jax.random.normal(jax.random.key(0), (6, 50))
-    samples, positions = jnp.arange(6) + 3, jnp.asarray([1, 2, 3, 4, 5, 6])
-    token, _ = pick(logits, jax.random.key(1), samples, positions, jnp.float32(1))
-    order = jnp.asarray([4, 0, 2])
-    some, _ = pick(logits[order], jax.random.key(1), samples[order], positions[order], jnp.float32(1))
-    assert (some == token[order]).all()
-    same = jnp.zeros((200, 50))
-    token, _ = pick(same, jax.random.key(1), jnp.zeros(200, int), jnp.arange(200), jnp.float32(1))
-    assert len(set(np.asarray(token).tolist())) > 30  # another position, another draw
-    token, _ = pick(same, jax.random.key(1), jnp.arange(200), jnp.zeros(200, int), jnp.float32(1))
-    assert len(set(np.asarray(token).tolist())) > 30
+    places = np.arange(len(prompts), dtype=np.int32)
+    limit = np.full(len(ids), left, np.int32)
+    return sampler.start(variables, tokens, lengths, places, ids, limit, groups=len(prompts), prompt_width=8, width=width)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -124,25 +79,32 @@ def test_chunks_and_stops():
 
 
 def test_append_and_compact_equal_one_plain_forward():
-    """Rows with observations of several lengths, some idle; compaction in between; hidden states against a cache-free forward."""
+    """Observations of several lengths, two rows at a time at the same columns; compaction to narrower and wider blocks in between;
+    hidden states against a cache-free forward."""
     sampler, model, variables = make_sampler()
     prompts = [[5, 6, 7], [9, 8, 7, 6, 5]]
     state = prefilled(sampler, variables, prompts, 2, left=3)
     state, tokens, _, counts = sampler.decode_chunk(variables, state, jax.random.key(3), 1.0, steps=3)
     ids = [prompts[row // 2] + tokens[row, : counts[row]].tolist() for row in range(4)]
-    for block, compact in (([[4, 5, 6, 7], [], [8], [9, 10]], True), ([[3], [], [6, 7, 8], [4, 4, 4, 4]], False)):
-        observation, lengths = np.zeros((4, 4), np.int32), np.asarray([len(row) for row in block], np.int32)
-        for row, observed in enumerate(block):
-            observation[row, : len(observed)] = observed
-            ids[row] += observed
-        state = sampler.append(variables, state, observation, lengths, np.where(lengths > 0, 5, 0).astype(np.int32))
-        assert state.reason.tolist() == [device.RUNNING if n else device.IDLE for n in lengths]
-        if compact:
-            before = int(state.column)
-            state = sampler.compact(state, np.asarray([True, False, True, True]))
-            own = [len(ids[row]) - len(prompts[row // 2]) for row in (0, 2, 3)]
-            assert int(state.column) == max(own) <= before
-            assert state.private.valid.sum(1).tolist() == [own[0], 0, own[1], own[2]]
+    for parts, width in (([{0: [4, 5, 6, 7], 2: [8]}, {3: [9, 10]}], 16), ([{2: [6, 7, 8], 0: [3]}, {3: [4, 4, 4, 4]}], 40)):
+        stood = state.reason.tolist()
+        for n, part in enumerate(parts):
+            observation, lengths = np.zeros((2, 4), np.int32), np.zeros(2, np.int32)
+            rows = np.full(2, 4, np.int32)  # 4: nobody
+            for at, (row, observed) in enumerate(part.items()):
+                rows[at], observation[at, : len(observed)], lengths[at] = row, observed, len(observed)
+                ids[row] += observed
+            left, column = np.full(2, 5, np.int32), int(state.column)
+            state = sampler.append(variables, state, rows, observation, lengths, left, 4 * (n == len(parts) - 1))
+            assert int(state.column) == column + 4 * (n == len(parts) - 1)
+        appended = {0, 2, 3}
+        assert state.reason.tolist() == [device.RUNNING if row in appended else stood[row] for row in range(4)]
+        before = int(state.column)
+        state = sampler.compact(state, np.asarray([True, False, True, True]), width=width)
+        own = [len(ids[row]) - len(prompts[row // 2]) for row in (0, 2, 3)]
+        assert int(state.column) == max(own) <= before
+        assert state.private.valid.sum(1).tolist() == [own[0], 0, own[1], own[2]]
+        assert state.private.k.shape[2] == state.private.valid.shape[1] == width
     forward = jax.jit(lambda ids: model.apply(variables, ids, output="hidden"))
     for row in (0, 2, 3):
         hidden = forward(np.asarray([ids[row] + [0] * (24 - len(ids[row]))], np.int32))[0, len(ids[row]) - 1]
@@ -150,14 +112,47 @@ def test_append_and_compact_equal_one_plain_forward():
         assert int(state.position[row]) == len(ids[row])
 
 
+def test_a_group_that_enters_forgets_who_was_there():
+    """Into the first and last place of three, beside a group under way: the same as alone, for both; nobody enters nowhere."""
+    sampler, _, variables = make_sampler()
+    prompts, fresh = [[5, 6, 7], [9, 8], [4, 4, 4, 4]], {0: [7, 7, 3, 9, 11], 2: [6]}
+
+    def go_on(state, steps=6):
+        state, tokens, logps, counts = sampler.decode_chunk(variables, state, jax.random.key(5), 1.0, steps=steps)
+        return state, [(np.asarray(tokens)[row, :n].tolist(), np.asarray(logps)[row, :n]) for row, n in enumerate(counts)]
+
+    def enter(state, places):
+        tokens, lengths = np.zeros((3, 8), np.int32), np.zeros(3, np.int32)
+        slots, ids, left = np.full(3, 3, np.int32), np.zeros(6, np.int32), np.zeros(6, np.int32)
+        for n, place in enumerate(places):
+            tokens[n, : len(fresh[place])], lengths[n], slots[n] = fresh[place], len(fresh[place]), place
+            ids[2 * n : 2 * n + 2], left[2 * n : 2 * n + 2] = [100 + place, 200 + place], 9
+        return sampler.enter(variables, state, tokens, lengths, slots, ids, left)
+
+    _, middle = go_on(go_on(prefilled(sampler, variables, prompts, 2, left=12), steps=3)[0])
+    state, _ = go_on(prefilled(sampler, variables, prompts, 2, left=12), steps=3)
+    state, together = go_on(enter(state, [2, 0]))
+    assert [row for row, _ in together[2:4]] == [row for row, _ in middle[2:4]]
+    later, alone = go_on(enter(prefilled(sampler, variables, [[3]] * 3, 2, left=0), [0, 2]))
+    for row in (0, 1, 4, 5):
+        assert together[row][0] == alone[row][0] and len(alone[row][0])
+        np.testing.assert_allclose(together[row][1], alone[row][1], atol=1e-5)
+        assert int(state.position[row]) == int(later.position[row]) == len(fresh[row // 2]) + len(alone[row][0])
+    assert int(state.private.valid[0].sum()) == len(together[0][0])
+    assert int(later.forwarded) == 3 + 6 + sum(len(row) for row, _ in alone)
+
+
 def test_nothing_compiles_twice():
     model, variables = tiny.tiny_model(V)
     sampler = device.Sampler(model, stop_table(TOKENIZER, V), [1, 2])
+    two, one = np.ones(2, np.int32), np.arange(1, dtype=np.int32)
     for _ in range(2):
         state = prefilled(sampler, variables, [[5, 6]], 2, left=3)
+        state = sampler.enter(variables, state, np.ones((1, 8), np.int32), one + 8, one, two, two + 2)
         for temperature in (0.0, 1.0):
             state, *_ = sampler.decode_chunk(variables, state, jax.random.key(0), temperature, steps=4)
-        state = sampler.append(variables, state, np.ones((2, 4), np.int32), np.ones(2, np.int32), np.ones(2, np.int32))
-        state = sampler.compact(state, np.ones(2, bool))
+        for advance in (0, 4):
+            state = sampler.append(variables, state, np.arange(2, dtype=np.int32), np.ones((2, 4), np.int32), two, two, advance)
+        state = sampler.compact(state, np.ones(2, bool), width=64)
         count = sampler.compilations()
-    assert count == 4
+    assert count == 5

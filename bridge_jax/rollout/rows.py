@@ -1,0 +1,133 @@
+"""What a rollout is: its settings, its turns, the finished episode, and the row that is still being written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from bridge_jax.data.qa import Question
+from bridge_jax.errors import UserError
+from bridge_jax.rollout.drawing import SLICE
+
+Status = Literal["answered", "no_answer", "truncated", "context_full", "environment_fault"]
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Lengths are in tokens.
+
+    max_searches: executed searches a rollout may make; there are at most max_searches + 1 generations.
+    shown / candidates: passages in an observation / passages logged for credit.
+    max_new_tokens: of one generation; reaching it ends the rollout as "truncated".
+    max_observation_tokens: of one observation, tags included. max_passage_tokens: show only the beginning of each passage (0: all).
+    max_response_tokens: everything after the prompt; what would not fit ends the rollout as "context_full".
+    chunk: tokens decoded between two looks of the host. batch_groups: questions in flight.
+    top_p, top_k: sample from the most likely tokens only (`drawing.draw_top`; 1 and 0: from all). The recorded log-probs stay those
+    of the full softmax, which training recomputes: with these options its importance ratios are biased.
+    min_new_tokens: of one generation; until then it can neither end its text nor complete a tag (see `sampler.Sampler`).
+    """
+
+    max_searches: int = 2
+    shown: int = 3
+    candidates: int = 40
+    max_prompt_tokens: int = 512
+    max_new_tokens: int = 256
+    max_observation_tokens: int = 512
+    max_passage_tokens: int = 0
+    max_response_tokens: int = 2048
+    chunk: int = 16
+    batch_groups: int = 4
+    top_p: float = 1.0
+    top_k: int = 0
+    min_new_tokens: int = 0
+
+    def __post_init__(self):
+        for name, value in dataclasses.asdict(self).items():
+            least = 0 if name in ("max_searches", "max_passage_tokens", "top_p", "top_k", "min_new_tokens") else 1
+            if value < least:
+                raise UserError(f"rollout.{name} = {value}: must be at least {least}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"rollout.top_p = {self.top_p}: must be above 0 and at most 1 (1: all tokens)")
+        if self.top_k > SLICE:
+            raise UserError(f"rollout.top_k = {self.top_k}: must be at most {SLICE} (0: all tokens)")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise UserError(
+                f"rollout.min_new_tokens = {self.min_new_tokens} is above rollout.max_new_tokens = {self.max_new_tokens}; lower it"
+            )
+        if self.shown > self.candidates:
+            raise UserError(f"rollout.shown = {self.shown} is above rollout.candidates = {self.candidates}; lower it")
+
+
+@dataclass
+class Turn:
+    """One executed search. tokens[:history] of its episode end with the </search> that asked for it."""
+
+    query: str
+    history: int
+    rows: np.ndarray  # [C] int32 corpus rows, best first; -1 where the index found fewer
+    scores: np.ndarray  # [C] float32
+    shown: int  # passages in the observation
+    observation: tuple[int, int]  # tokens[start:end]
+    error: str | None = None  # why its passages could not be shown
+
+
+@dataclass
+class Episode:
+    """One rollout. T = tokens after the prompt; `generated` tells the policy's own from the environment's."""
+
+    question: Question
+    group: int
+    sample: int
+    prompt: np.ndarray  # [P] int32
+    tokens: np.ndarray  # [T] int32
+    generated: np.ndarray  # [T] bool
+    logps: np.ndarray  # [T] float32, 0 where not generated
+    turns: list[Turn]
+    status: Status
+    answer: str | None
+    trace: list[tuple[str, str]]  # ("generated" | "information" | "corrective" | "fault", text) in order, for display
+
+
+@dataclass
+class Row:
+    """A rollout under way."""
+
+    group: int
+    sample: int
+    prompt: np.ndarray
+    status: Status | None = None
+    answer: str | None = None
+    generation: int = 0  # how many generations have ended
+    start: int = 0  # where the current generation begins
+    tokens: list[int] = field(default_factory=list)
+    generated: list[bool] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    trace: list[tuple[str, str]] = field(default_factory=list)
+
+    def write(self, tokens: Sequence[int], logps: Sequence[float] | None = None) -> None:
+        self.tokens.extend(tokens)
+        self.generated.extend([logps is not None] * len(tokens))
+        self.logps.extend([0.0] * len(tokens) if logps is None else logps)
+
+    def end(self, status: Status) -> None:
+        self.status = status
+
+    def episode(self, questions: Sequence[Question]) -> Episode:
+        return Episode(
+            question=questions[self.group],
+            group=self.group,
+            sample=self.sample,
+            prompt=self.prompt,
+            tokens=np.asarray(self.tokens, np.int32),
+            generated=np.asarray(self.generated, bool),
+            logps=np.asarray(self.logps, np.float32),
+            turns=self.turns,
+            status=self.status,
+            answer=self.answer,
+            trace=self.trace,
+        )
