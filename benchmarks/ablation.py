@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import math
 import subprocess
@@ -115,16 +114,16 @@ def base(args: argparse.Namespace) -> dict[str, object]:
     return runs.base(args, train__steps=20, data__eval_limit=60, train__keep=1, **every)
 
 
-def runs_of(name: str, changes: Mapping[str, object], args: argparse.Namespace, shared: Mapping[str, object]) -> list[runs.Run]:
-    return runs.seeded(name, args, {**shared, "method.name": name, **changes})
+def runs_of(name: str, changes: Mapping, args: argparse.Namespace, shared: Mapping, seeds: int = 0) -> list[runs.Run]:
+    """The runs of a row; seeds: as in `runs.seeded`."""
+    return runs.seeded(name, args, {**shared, "method.name": name, **changes}, seeds)
 
 
 def load(known: Mapping[str, dict], args: argparse.Namespace, shared: Mapping[str, object], root: Path) -> dict[str, Row]:
     """The rows of which at least `args.seeds` runs, or the usual number, are finished, with all that are."""
     least, rows = min(args.seeds, USUAL_SEEDS), {}
     for name, changes in known.items():
-        wanted = runs_of(name, changes, argparse.Namespace(**{**vars(args), "seeds": max(args.seeds, MOST_SEEDS)}), shared)
-        done = list(itertools.takewhile(lambda run: runs.finished(run, root), wanted))
+        done = runs.finished_seeds(runs_of(name, changes, args, shared, max(args.seeds, MOST_SEEDS)), root)
         if len(done) >= least:
             rows[name] = Row(name, changes, [Outcome(run, root) for run in done])
     return rows

@@ -1,6 +1,6 @@
 """Engines side by side: each in a process of its own, in turns, so that a slow minute of the machine falls on all of them.
 
-    engines = Engines(peers_python, compiled)
+    engines = Engines(peers_python, root)
     found = engines.compare({"ours": "ours_rollout", "tunix": "tunix_rollout"}, job, rounds=5)
 
 The workers are `peers/*.py`; peers run in the interpreter given as --peers-python. Workers start together; when all of them have
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import training_runs as runs
+from machine import about
 
 WORKERS = Path(__file__).parent / "peers"
 OURS = "ours"
@@ -55,14 +55,10 @@ class Engines:
     versions: {engine: {package: version}}. left_out: {engine: what installs it}.
     """
 
-    def __init__(self, peers_python: str, programs: Path):
-        """programs: the folder of compiled programs."""
+    def __init__(self, peers_python: str, root: Path):
+        """root: of the script; compiled programs lie beside it (`training_runs.programs`)."""
         self._python = peers_python
-        self._environment = {
-            "JAX_COMPILATION_CACHE_DIR": str(programs),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
-            **os.environ,
-        }
+        self._environment = runs.environment(root)
         self.versions: dict[str, dict[str, str]] = {}
         self.left_out: dict[str, str] = {}
 
@@ -89,6 +85,11 @@ class Engines:
                         workers[engine].ask("measure")
                         found[engine]["rounds"].append(workers[engine].answer())
         return found
+
+    def conditions(self, args: argparse.Namespace, rounds: int) -> dict:
+        """What a result says of how it was measured."""
+        peers = {"peers": self.versions, "left_out": self.left_out}
+        return {"machine": about(), **peers, "seed": args.seed, "rounds": rounds}
 
     @contextlib.contextmanager
     def _noted(self, engine: str, found: dict):

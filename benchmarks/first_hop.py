@@ -13,7 +13,6 @@ finished ones are read, and a variant of which some of the seeds are missing is 
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 
@@ -70,7 +69,7 @@ def main() -> None:
     for world in WORLDS:
         rows = {}
         for variant in VARIANTS:
-            done = list(itertools.takewhile(lambda run: runs.finished(run, root), runs_of(world, variant, args)))
+            done = runs.finished_seeds(runs_of(world, variant, args), root)
             if len(done) >= min(args.seeds, ablation.USUAL_SEEDS):
                 rows[variant] = [Outcome(run, root) for run in done]
         if rows:

@@ -21,7 +21,6 @@ import numpy as np
 import peer_models
 import plots
 import training_runs as runs
-from machine import about
 from peers import step_inputs
 
 NAME = "grpo_step"
@@ -37,7 +36,7 @@ def main() -> None:
     parser.add_argument("--cases", default="dense,ragged,full_vocab")
     args = parser.parse_args()
     rounds = 1 if args.quick else args.rounds
-    engines = compare.Engines(args.peers_python, runs.programs(runs.root_of(args, NAME)))
+    engines = compare.Engines(args.peers_python, runs.root_of(args, NAME))
     cases = {}
     with tempfile.TemporaryDirectory() as scratch:
         for name in args.cases.split(","):
@@ -50,14 +49,8 @@ def main() -> None:
             found = engines.compare(SCRIPTS, {"folder": str(folder), "inputs": str(inputs), **LOSS}, rounds)
             cases[name] = {"parameters": peer_models.count(model), **sizes(rollouts), **measured(found)}
             runs.say(line(name, cases[name]))
-    result = headline(cases) | {
-        "machine": about(),
-        "peers": engines.versions,
-        "left_out": engines.left_out,
-        "seed": args.seed,
-        "rounds": rounds,
-        "cases": cases,
-    }
+    result = headline(cases) | engines.conditions(args, rounds)
+    result["cases"] = cases
     path = runs.save(NAME, result, args)
     plot(path, cases)
     print(json.dumps({key: value for key, value in result.items() if key != "cases"}))

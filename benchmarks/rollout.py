@@ -22,7 +22,6 @@ import numpy as np
 import peer_models
 import plots
 import training_runs as runs
-from machine import about
 
 from bridge_jax.models import pocket_models, qwen2
 
@@ -45,7 +44,7 @@ def main() -> None:
     new, rounds = args.new_tokens, args.rounds
     if args.quick:
         sizes, new, rounds = [(8, 64)], 16, 1
-    engines = compare.Engines(args.peers_python, runs.programs(runs.root_of(args, NAME)))
+    engines = compare.Engines(args.peers_python, runs.root_of(args, NAME))
     cases, agreement = [], {}
     with tempfile.TemporaryDirectory() as scratch:
         for model, folder in folders(args.models.split(","), Path(scratch), args.seed).items():
@@ -54,16 +53,9 @@ def main() -> None:
                 found = engines.compare(SCRIPTS, job(folder, P, G, new, 1.0, args.seed), rounds)
                 cases.append({"model": model, "group_size": G, "prompt": P, **measured(found, G * new)})
                 runs.say(line(cases[-1]))
-    result = headline(cases) | {
-        "machine": about(),
-        "peers": engines.versions,
-        "left_out": engines.left_out,
-        "seed": args.seed,
-        "rounds": rounds,
-        "new_tokens": new,
-        "greedy_agreement": agreement,
-        "cases": cases,
-    }
+    result = headline(cases) | engines.conditions(args, rounds)
+    result |= {"new_tokens": new, "greedy_agreement": agreement}
+    result["cases"] = cases
     path = runs.save(NAME, result, args)
     plot(path, cases)
     print(json.dumps({key: value for key, value in result.items() if key != "cases"}))

@@ -18,12 +18,12 @@ from ml_collections import ConfigDict
 
 from bridge_jax.errors import UserError
 from bridge_jax.overrides import parse_value, split_overrides
+from bridge_jax.rollout.limits import check_sampling
 from bridge_jax.training import methods
 
 log = logging.getLogger(__name__)
 
 METHODS = tuple(methods.METHODS)
-TOP_K_LIMIT = 64  # rollout.drawing.SLICE; written again because reading a configuration does without jax
 
 
 def default() -> ConfigDict:
@@ -397,15 +397,7 @@ def validate(config: ConfigDict) -> None:
 
 def _check_sampling(rollout: ConfigDict) -> None:
     """What a token is drawn from. A warning where it is not what the trainer computes with: right for evaluation and `ask` only."""
-    if not 0 < rollout.top_p <= 1:
-        raise UserError(f"config.rollout.top_p={rollout.top_p!r}: must be above 0 and at most 1 (1 = all tokens)")
-    if rollout.top_k > TOP_K_LIMIT:
-        raise UserError(f"config.rollout.top_k={rollout.top_k!r}: must be at most {TOP_K_LIMIT} (0 = all tokens)")
-    if rollout.min_new_tokens > rollout.max_new_tokens:
-        raise UserError(
-            f"config.rollout.min_new_tokens={rollout.min_new_tokens}: must be at most config.rollout.max_new_tokens="
-            f"{rollout.max_new_tokens}"
-        )
+    check_sampling(rollout, "config.rollout.")
     off = {name: rollout[name] for name, neutral in (("top_p", 1), ("top_k", 0), ("min_new_tokens", 0)) if rollout[name] != neutral}
     if off:
         shown = ", ".join(f"config.rollout.{name}={value}" for name, value in off.items())

@@ -61,8 +61,6 @@ def private_widths(config: RolloutConfig) -> tuple[int, ...]:
 class Flight:
     """The rollouts of one run. See the module's text."""
 
-    act_share = 1.0  # of the live rows that must have stopped before they are acted on
-
     def __init__(
         self,
         sampler: device.Sampler,
@@ -155,7 +153,7 @@ class Flight:
         self.counts["prompt"] += int(lengths.sum())
 
     def _decode(self) -> None:
-        """Decode until enough rows have stopped, or all."""
+        """Decode until all rows have stopped."""
         while True:
             self._make_room(min(self.config.chunk, int(self.room.max())))
             self.state, *written = self.sampler.decode_chunk(
@@ -168,9 +166,7 @@ class Flight:
                 self.rows[index].write(tokens[index, :n].tolist(), logps[index, :n].tolist())
             self.filled += counts
             self.room = np.where(self.reasons == device.RUNNING, self.room - counts, 0)
-            live = self._live()
-            stopped = sum(self.reasons[index] != device.RUNNING for index in live)
-            if stopped >= self.act_share * len(live):
+            if not any(self.reasons[index] == device.RUNNING for index in self._live()):
                 return
 
     def _append(self, observations: dict[int, np.ndarray]) -> None:

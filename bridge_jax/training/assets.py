@@ -17,7 +17,7 @@ from bridge_jax.data.cache import cache_dir
 from bridge_jax.data.formats import canonical_name
 from bridge_jax.data.qa import OFFICIAL
 from bridge_jax.errors import UserError
-from bridge_jax.mesh import make_mesh
+from bridge_jax.mesh import batch_ways, make_mesh
 from bridge_jax.models import e5, hub, qwen2
 from bridge_jax.models.attention_kernels import choose_backend
 from bridge_jax.models.lora import E5_TARGETS, LoRAConfig
@@ -58,7 +58,7 @@ def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True
     """
     refuse_strange_corpus(config)
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    ways = batch_ways(mesh)
     if config.grpo.microbatch % ways:
         log.warning(
             "config.grpo.microbatch=%d does not split over %d batch devices: each computes every row; use a multiple of %d",

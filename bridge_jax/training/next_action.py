@@ -104,7 +104,9 @@ def _shared(episode: Episode, number: int, sibling: str) -> object:
     if number >= len(episode.turns):
         return None
     turn = episode.turns[number]
-    return {"history": episode.tokens[: turn.history].tobytes(), "query": normalize_answer(turn.query), "any": ""}[sibling]
+    if sibling == "history":
+        return episode.tokens[: turn.history].tobytes()
+    return normalize_answer(turn.query) if sibling == "query" else ""
 
 
 def _searched_again(episode: Episode, number: int) -> bool:

@@ -153,7 +153,9 @@ def test_a_generation_has_its_minimum_length():
 
 
 def test_settings_that_cannot_work():
-    assert configuration.TOP_K_LIMIT == drawing.SLICE
+    configuration.load("configs/pocket.py", [f"rollout.top_k={drawing.SLICE}"])
+    with pytest.raises(UserError, match=rf"at most {drawing.SLICE}"):
+        configuration.load("configs/pocket.py", [f"rollout.top_k={drawing.SLICE + 1}"])
     for field, value in (("top_p", 0.0), ("top_p", 1.5), ("top_k", 65), ("top_k", -1), ("min_new_tokens", 300)):
         with pytest.raises(UserError, match=rf"rollout\.{field}"):
             RolloutConfig(**{field: value})
