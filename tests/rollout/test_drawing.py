@@ -124,7 +124,8 @@ def decode(min_new_tokens, temperature, steps=12, left=12):
     sampler = device.Sampler(model, stop_table(TOKENIZER, len(TOKENIZER)), [1, 2], min_new_tokens=min_new_tokens)
     rows = np.arange(32, dtype=np.int32)
     prompts = np.asarray([[5, 6, 7, 8]], np.int32)
-    state = sampler.prefill(variables, prompts, np.asarray([4], np.int32), rows, np.full(32, left, np.int32), capacity=32)
+    arrays = prompts, np.asarray([4], np.int32), np.zeros(1, np.int32), rows, np.full(32, left, np.int32)
+    state = sampler.start(variables, *arrays, groups=1, prompt_width=4, width=32)
     state, tokens, logps, counts = sampler.decode_chunk(variables, state, jax.random.key(3), temperature, steps=steps)
     ids = np.concatenate([np.tile(prompts, (32, 1)), np.asarray(tokens)], axis=1)
     full = np.asarray(jax.nn.log_softmax(model.apply(variables, ids)))[:, 3:-1]
