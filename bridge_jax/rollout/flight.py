@@ -15,17 +15,20 @@ The constants were chosen by playing ragged workloads (exponential generation le
 through this module with a device that only counts. 512 questions x 8 rollouts in 64 places, mean generation 100 of at most 512
 tokens; "time" weighs the counts as a 3B model in bfloat16 on one H200 would:
 
-    acted on when, in parts of        decode steps   rows decoding   mean width   positions appended   time
-    all have stopped, 1/4, one width     12,288          14 %          2,304         1.31 M            1.00
-    all have stopped, 1/4                12,288          14 %          1,272         1.31 M            0.65
-    1/2 have stopped, 1/4                 6,176          27 %          1,927         2.06 M            0.54
-    1/4 have stopped, 1/4                 5,440          31 %          1,935         3.74 M            0.60
-    1/4 have stopped, 1/8                 5,088          33 %          1,927         1.79 M            0.45
-    the same, widths by quarters          5,088          33 %          1,559         1.79 M            0.40   <- this
-    1/16 have stopped, 1/16, eighths      4,729          36 %          1,463         1.43 M            0.35
+    questions      acted on when      widths     decode steps   rows decoding   mean width   positions appended   time
+    by batches     all have stopped   one           12,288          14 %          2,304          1.31 M           1.00
+    by batches     all have stopped   quarters      12,288          14 %          1,105          1.04 M           0.58
+    by batches     1/4 have           quarters       9,313          18 %          1,220          2.42 M           0.58
+    as they can    1/2 have           quarters       5,792          29 %          1,499          1.36 M           0.40
+    as they can    1/4 have           one            5,088          33 %          2,304          1.79 M           0.51
+    as they can    1/4 have           quarters       5,088          33 %          1,497          1.79 M           0.39   <- this
+    as they can    1/8 have           quarters       4,857          35 %          1,499          2.39 M           0.42
 
-On 2 CPU cores (a random model of 2 layers, 16 questions x 4 rollouts in 4 places, 131 tokens generated and 344 in all on average)
-the same episodes take 9.4 s of processor time; in whole batches with one width, as in the first row, they took 22.8 s.
+(The first row appends by quarters of the rows, the others by eighths; sixteenths would take 0.36. Moving columns is in the time.)
+Measured on 2 CPU cores, a random model of 2 layers, 24 questions x 4 rollouts in 4 places, 131 tokens generated and 344 in all on
+average: 1,700 generated tokens/s, and 650 in the way of the first row. Of this, with one width 870, appending to all rows at once
+1,100, acting when all have stopped 1,360; by batches 1,760, so that replacing groups gains nothing here. With 64 questions in 8
+places it gains 4 %, with 4 wider layers 3 %: here columns are what costs, not steps, and a long row among new ones keeps them wide.
 
 With `overlap_search` the passages of rows that stopped are searched for in a thread while the others decode one more chunk. Played
 as above (32-token chunks of some 0.4 s), this takes 1.08 of the time when a search takes none, because the rows that searched stand
@@ -202,7 +205,7 @@ class Flight:
     def _decode(self, one_chunk: bool) -> None:
         """Decode until enough rows have stopped, or one chunk."""
         while True:
-            self._make_room(min(self.config.chunk, int(self.room.max())))
+            self._make_room(self.column, min(self.config.chunk, int(self.room.max())))
             self.state, *written = self.sampler.decode_chunk(
                 self.variables, self.state, self.key, self.temperature, steps=self.config.chunk
             )
@@ -218,28 +221,24 @@ class Flight:
                 return
 
     def _append(self, observations: dict[int, np.ndarray]) -> None:
-        """Append the observations (row index -> tokens): all at the same columns, a part of the rows at a time."""
-        if not observations:
-            return
+        """Append the observations (row index -> tokens), a part of the rows at a time."""
         order = sorted(observations, key=lambda index: len(observations[index]))
-        wide = bucket(self.observation_buckets, len(observations[order[-1]]))
-        self._make_room(wide)
         for at in range(0, len(order), self.appended):
             part = order[at : at + self.appended]
             blocks = [observations[index] for index in part]
             tokens, lengths = pad(blocks, bucket(self.observation_buckets, len(blocks[-1])), self.appended)
+            self._make_room(int(self.filled[part].max()), tokens.shape[1])
             indices = np.full(self.appended, len(self.rows), np.int32)  # beyond the last row: nobody
             indices[: len(part)] = part
             left = np.zeros(self.appended, np.int32)
             left[: len(part)] = [self._room(self.rows[index]) for index in part]
+            self.state = self.sampler.append(self.variables, self.state, indices, tokens, lengths, left)
+            self.column = max(self.column, int(self.filled[part].max() + lengths.max()))
             self.room[part] = left[: len(part)]
             self.filled[part] += lengths[: len(part)]
-            advance = wide if at + len(part) == len(order) else 0
-            self.state = self.sampler.append(self.variables, self.state, indices, tokens, lengths, left, advance)
-        self.column += wide
 
-    def _make_room(self, need: int) -> None:
-        """See to it that `need` columns can be written, by giving up those that no live row needs, or by a wider block.
+    def _make_room(self, start: int, need: int) -> None:
+        """See to it that `need` columns can be written from `start` on: give up those that no live row needs, or widen the block.
 
         The block gets the width that would do for a while: an eighth of the columns in use must be written before the same is due
         again, which costs far more than moving the columns does.
@@ -249,7 +248,7 @@ class Flight:
         width = self.state.private.valid.shape[1]
         assert longest + need <= self.widths[-1], (longest, need, self.widths)
         enough = bucket(self.widths, min(longest + max(need, self.column // 8), self.widths[-1]))
-        if self.column + need > width or enough < width:
+        if start + need > width or enough < width:
             keep = np.zeros(len(self.rows), bool)
             keep[live] = True
             self.state = self.sampler.compact(self.state, keep, width=enough)

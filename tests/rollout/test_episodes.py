@@ -194,15 +194,15 @@ def test_a_sample_does_not_depend_on_its_company():
 
 
 def test_compaction_when_columns_run_out_changes_nothing():
-    prompts = prompts_of([3, 16])
-    roomy, _ = run_real(prompts, group_size=16, max_passage_tokens=8)
+    prompts = prompts_of([3, 16, 8, 5, 11, 2, 9] * 2)  # one after the other through the places: columns run on
+    roomy, _ = run_real(prompts, group_size=8, max_passage_tokens=8)
     engine, _ = real_engine(max_passage_tokens=8, max_response_tokens=101)
     # Enough for the longest row and an observation, not for the columns of rows that write at different times and never move.
     longest = max(len(episode.tokens) for episode in roomy)
     for widths in ((longest + 48,), (20, 60, longest + 48)):  # only when out of room; and with the width in use
         engine._widths = widths
         before = engine._sampler._compact._cache_size()
-        tight, _ = run_real(prompts, group_size=16, max_passage_tokens=8, max_response_tokens=101)
+        tight, _ = run_real(prompts, group_size=8, max_passage_tokens=8, max_response_tokens=101)
         assert engine._sampler._compact._cache_size() > before
         for a, b in zip(roomy, tight):
             same(a, b)
