@@ -30,10 +30,12 @@ OVER_STEPS = ("credit/zero_advantage_turns", "credit/p_entropy", "credit/weight_
 
 
 def main() -> None:
-    args = runs.parser(__doc__, seeds=3).parse_args()
+    parser = runs.parser(__doc__, seeds=3)
+    parser.add_argument("--rows", default=",".join(ROWS), help=f"rows of ablation.py (default {','.join(ROWS)})")
+    args = parser.parse_args()
     root, shared = runs.root_of(args, ablation.NAME), ablation.base(args)
     known = ablation.known_rows(args)
-    wanted = {name: ablation.runs_of(name, known[name], args, shared) for name in ROWS}
+    wanted = {name: ablation.runs_of(name, known[name], args, shared) for name in args.rows.split(",")}
     failures = runs.execute([run for found in wanted.values() for run in found], root, args.jobs)
     result = {"machine": about(), "config": args.config, "seeds": args.seeds, "rows": {}}
     for name, row in wanted.items():

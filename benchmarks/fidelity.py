@@ -1,14 +1,16 @@
 """Estimator fidelity: how near are `bridge` (one state) and `drop` to the two-state gradient of the policy, and why?
 
-    python benchmarks/fidelity.py             # an early and a late checkpoint of `bridge`, four gammas, three batches
+    python benchmarks/fidelity.py             # an early and a late checkpoint of `two_state`, four gammas, three batches
     python benchmarks/fidelity.py --quick
 
-At a checkpoint, on one batch of fresh training questions: rollouts, their document likelihoods, then both lower levels on those
-turns (eta_gamma and eta*, from the checkpoint's retriever, `--passes` times over the turns), then the three gradients of
-`objectives.two_state.policy_gradients` at the same theta, on the same rollouts. Cosine and relative error are against `two_state`.
+At a checkpoint of a `two_state` run, on batches of fresh training questions: rollouts, their document likelihoods, an update of
+both lower levels, then the three gradients of `objectives.two_state.policy_gradients` at the same theta, on the same rollouts.
+Cosine and relative error are against `two_state`. The lower levels in two ways: "training", one update of the run's own eta_gamma
+and eta* with their optimisers, at the run's gamma; and "solved", the definition of METHOD 1: both from the run's eta_gamma,
+`--passes` times over the turns of the batch (no warm-up), at each gamma.
 
-The landscape behind it, at the config's gamma: the retriever's losses along the line from eta* to eta_gamma, and J_RL and gamma
-times the pair of RAG terms along the policy's own step. Writes results/fidelity.json, fidelity_eta.png, fidelity_theta.png.
+The landscape behind it, solved at the config's gamma: the retriever's losses along the line from eta* to eta_gamma, and J_RL and
+gamma times the pair of RAG terms along the policy's own step. Writes results/fidelity.json, fidelity_eta.png, fidelity_theta.png.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ from bridge_jax.objectives.rag import retriever_loss
 from bridge_jax.training import batch as batches
 from bridge_jax.training.credit_stage import Credited, CreditStage
 from bridge_jax.training.loop import training_mixture
-from bridge_jax.training.session import open_session
-from bridge_jax.training.state import Learner, step_config
+from bridge_jax.training.session import open_state
+from bridge_jax.training.state import step_config
 
 NAME = "fidelity"
 GAMMAS = (0.002, 0.02, 0.2, 2.0)
@@ -51,30 +53,39 @@ FRESH = 1000  # seed of the batches measured on: no run trains on these draws
 def main() -> None:
     parser = runs.parser(__doc__, seeds=1)
     parser.add_argument("--batches", type=int, default=3, help="batches of questions a checkpoint (default 3)")
-    passes = "passes of the lower level over the turns (default 1,20: as in training, and nearer to the minima)"
-    parser.add_argument("--passes", default="1,20", help=passes)
+    parser.add_argument("--passes", type=int, default=50, help="over a batch's turns to solve the lower levels (default 50)")
     args = parser.parse_args()
     root, shared = runs.root_of(args, ablation.NAME), ablation.base(args)
-    early = {**shared, "train.steps": 1 if args.quick else EARLY, "method.name": "bridge"}
+    early = {**shared, "train.steps": 1 if args.quick else EARLY, "method.name": "two_state"}
     wanted = {
-        "early": runs.seeded("bridge_early", args, early),
-        "late": ablation.runs_of("bridge", {"method.name": "bridge"}, args, shared),
+        "early": runs.seeded("two_state_early", args, early),
+        "late": ablation.runs_of("two_state", {"method.name": "two_state"}, args, shared),
     }
     runs.conclude(runs.execute([run for found in wanted.values() for run in found], root, args.jobs))
     runs.share_programs(root)
 
-    gammas, passes = GAMMAS[:2] if args.quick else GAMMAS, [int(text) for text in args.passes.split(",")]
-    number = 1 if args.quick else args.batches
-    result = {"machine": about(), "config": args.config, "seeds": args.seeds, "batches": number, "checkpoints": {}}
+    number, passes = (1, 2) if args.quick else (args.batches, args.passes)
+    gammas = GAMMAS[:2] if args.quick else GAMMAS
+    result = {
+        "machine": about(),
+        "config": args.config,
+        "seeds": args.seeds,
+        "batches": number,
+        "passes": passes,
+        "checkpoints": {},
+    }
     for name, found in wanted.items():
         points = [Point(run, root) for run in found]
         of_point = [point.batch(i) for point in points for i in range(number)]
         result.setdefault("zero_advantage_turns", {})[name] = float(np.mean([batch.without_advantage() for batch in of_point]))
+        own = points[0].config.credit.gamma
         result["checkpoints"][name] = {
-            str(epochs): {str(gamma): fidelity(of_point, gamma, epochs) for gamma in gammas} for epochs in passes
+            "training": {str(own): fidelity(of_point, own, 0)},
+            "solved": {str(gamma): fidelity(of_point, gamma, passes) for gamma in gammas},
         }
+        runs.say(f"{name}: {json.dumps(result['checkpoints'][name])}")
         if name == "late":
-            result["landscape"] = landscape(of_point[0], max(passes), args)
+            result["landscape"] = landscape(of_point[0], passes, args)
     path = runs.save(NAME, result, args)
     plot(result, path.parent)
     print(json.dumps({key: value for key, value in result.items() if key != "landscape"}))
@@ -86,15 +97,12 @@ class Point:
     def __init__(self, run: runs.Run, root: Path):
         overrides, _ = configuration.split_overrides(run.words())
         config = configuration.load(runs.HOME / run.config, overrides)
-        session = open_session(config, root / run.name, "latest")
-        both = configuration.load(runs.HOME / run.config, [*overrides, "method.name=two_state"])
-        self.config, self.assets, self.step = both, session.assets, session.step
-        self.learner = Learner(both, session.assets)
-        self.frozen = bilevel.Frozen(session.assets.base_params, session.assets.encoder.params)
-        state = self.learner.init().replace(policy=session.policy_variables["params"], retriever=session.retriever_lora)
-        self.state = two_state.with_star(self.learner.modules, state)
-        self.credit = CreditStage(both, session.assets)
-        self._stream = QuestionStream(training_mixture(both), both.train.questions, FRESH)
+        self.config = config
+        self.learner, self.state = open_state(config, root / run.name, "latest")
+        self.assets, self.step = self.learner.assets, int(self.state.step)
+        self.frozen = bilevel.Frozen(self.assets.base_params, self.assets.encoder.params)
+        self.credit = CreditStage(config, self.assets)
+        self._stream = QuestionStream(training_mixture(config), config.train.questions, FRESH)
 
     def batch(self, number: int) -> Measured:
         """Rollouts at the checkpoint, and what they are credited by: the first half of a training step."""
@@ -116,8 +124,7 @@ class Point:
         )
         advantages = np.asarray(group_advantages(scores.reshape(-1, config.grpo.group_size), config.grpo.advantage)).reshape(-1)
         credited, _ = self.credit(number, variables, episodes, scores, advantages)
-        longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-        rollouts = batches.pack_rollouts(episodes, scores, advantages, np.ones(len(episodes), bool), longest)
+        rollouts = batches.pack_rollouts(config, assets.mesh, episodes, scores, advantages, np.ones(len(episodes), bool))
         return Measured(self, rollouts, credited, advantages, list(self.credit.scorer.batches(credited.requests)))
 
 
@@ -140,22 +147,27 @@ class Measured:
         config = step_config(self.point.config)
         return dataclasses.replace(config, retriever=dataclasses.replace(config.retriever, gamma=gamma))
 
-    def solved(self, gamma: float, epochs: int) -> bilevel.BridgeState:
-        """The state with eta_gamma and eta* after `epochs` passes over the turns."""
-        point = self.point
-        state, _ = two_state.solve_lower_level(
-            self.settings(gamma), point.learner.modules, point.frozen, point.state, self.credited.turns, epochs
-        )
-        return state
+    def solved(self, gamma: float, passes: int) -> bilevel.BridgeState:
+        """The state with eta_gamma and eta*: after `passes` over the turns from one start, or (0) one step of the run."""
+        point, settings, state = self.point, self.settings(gamma), self.point.state
+        modules = point.learner.modules
+        if passes:
+            settings = dataclasses.replace(
+                settings, retriever_optimizer=dataclasses.replace(settings.retriever_optimizer, warmup=0)
+            )
+            modules = dataclasses.replace(modules, retriever_optimizer=bilevel.make_optimizer(settings.retriever_optimizer))
+            state = state.replace(retriever_opt=modules.retriever_optimizer.init(state.retriever))
+            state = two_state.with_star(modules, state)
+        return two_state.solve_lower_level(settings, modules, point.frozen, state, self.credited.turns, passes or 1)[0]
 
 
-def fidelity(measured: Sequence[Measured], gamma: float, epochs: int) -> dict:
+def fidelity(measured: Sequence[Measured], gamma: float, passes: int) -> dict:
     """{"one_state", "drop": {"cosine", "relative_error"}, "pair_over_rl"}, each the mean, lowest and highest over batches."""
     rows = []
     for batch in measured:
         point = batch.point
         found = two_state.policy_gradients(
-            batch.settings(gamma), point.learner.modules, point.frozen, batch.solved(gamma, epochs), batch.rollouts,
+            batch.settings(gamma), point.learner.modules, point.frozen, batch.solved(gamma, passes), batch.rollouts,
             batch.credited.turns, batch.credited.owners, batch.scored,
         )  # fmt: skip
         rows.append({name: compare(found[name], found["two_state"]) for name in ("one_state", "drop")})
@@ -177,11 +189,11 @@ def compare(ours, reference) -> dict[str, float]:
     }
 
 
-def landscape(batch: Measured, epochs: int, args: argparse.Namespace) -> dict:
+def landscape(batch: Measured, passes: int, args: argparse.Namespace) -> dict:
     """{"eta": losses along eta* -> eta_gamma, "theta": J_RL and the pair along the policy's step}, at the config's gamma."""
     point = batch.point
     gamma = point.config.credit.gamma
-    settings, state = batch.settings(gamma), batch.solved(gamma, epochs)
+    settings, state = batch.settings(gamma), batch.solved(gamma, passes)
     losses = jax.jit(functools.partial(_lower_losses, settings, point))
 
     at = np.linspace(-1, 2, 4 if args.quick else 13)
@@ -193,7 +205,7 @@ def landscape(batch: Measured, epochs: int, args: argparse.Namespace) -> dict:
         along_eta["J_ret"].append(float(outcome))
 
     moved, _ = point.learner.policy_step(jax.tree.map(jnp.copy, state), batch.rollouts)
-    rows = jax.tree.map(lambda x: x[0], bilevel.split_rows(settings, batch.rollouts, 1))
+    rows = bilevel.one_minibatch(batch.rollouts)
     gradient = jax.jit(functools.partial(bilevel.policy_gradient, settings, point.learner.modules))
     at = np.linspace(-3, 3, 3 if args.quick else 9)
     along_theta = {"at": at.tolist(), "J_RL": [], "L_RAG_gamma": [], "L_RAG_star": []}
@@ -204,7 +216,7 @@ def landscape(batch: Measured, epochs: int, args: argparse.Namespace) -> dict:
         along_theta["L_RAG_star"].append(float(losses(state.star, turns)[0]))
         sums = gradient(point.frozen.policy, policy, rows)[1]
         along_theta["J_RL"].append(float(sums["loss"] / sums["denominator"]))
-    return {"gamma": gamma, "passes": epochs, "step": point.step, "eta": along_eta, "theta": along_theta}
+    return {"gamma": gamma, "passes": passes, "step": point.step, "eta": along_eta, "theta": along_theta}
 
 
 def _lower_losses(settings: bilevel.StepConfig, point: Point, lora, turns: bilevel.Turns) -> tuple[jax.Array, jax.Array]:
@@ -226,7 +238,8 @@ def _lower_losses(settings: bilevel.StepConfig, point: Point, lora, turns: bilev
 def _scored_again(batch: Measured, policy) -> bilevel.Turns:
     """The turns with the document likelihoods of another theta."""
     point, credited = batch.point, batch.credited
-    credits = point.credit.scored({"params": policy}, credited.credits, credited.requests, credited.owners)
+    variables = point.learner.policy_variables(point.state.replace(policy=policy))
+    credits = point.credit.scored(variables, credited.credits, credited.requests, credited.owners)
     return batches.pack_turns(point.assets, credits, batch.advantages, batches.turn_rows(point.config))
 
 

@@ -1,6 +1,6 @@
-"""What a method costs: a bridge step over a vt_search step, and one retriever state against two.
+"""What a method costs: a bridge step over a vt_search step, one retriever state against two, and a step of every other row.
 
-    python benchmarks/method_cost.py            # configs/mini.py, whole steps of bridge, vt_search and two_state in turn
+    python benchmarks/method_cost.py            # configs/mini.py, whole steps of bridge, vt_search, two_state and others in turn
     python benchmarks/method_cost.py --quick
 
 Each measurement is a process that trains a few steps of one method from the start, on all cores this script may use; the methods
@@ -9,7 +9,7 @@ medians over steps of the whole step, and of the phases of an update (scoring, r
 what XLA plans for the largest program of an update (arguments, results and temporaries, aliased buffers once) plus the arrays
 that lie beside it; *measured* is the growth of the process's peak resident memory from before the first step, compiling included
 (an accelerator's own peak where it reports one). Keys: bridge_over_vt_search, one_state_memory_saving, one_state_time_saving (1 -
-one / two).
+one / two); step_seconds, of the other rows as well (one process each), which `ablation.py` reads for its table at equal wall clock.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ from pathlib import Path
 
 import training_runs as runs
 from machine import about
+from rows import rows_of
+
+from bridge_jax import config as configuration
 
 NAME = "method_cost"
 METHODS = ("bridge", "vt_search", "two_state")
+# Measured once, for their seconds a step. The first steps of rag_then_rl train the retriever alone.
+OTHERS = ("retriever_stage", "drop", "search_r1", "search_r1_ppo", "vt_search_2g", "bridge_2g", "vt_search_4g")
 SKIPPED = 2  # steps: compilation
 # The update of a step in which the retriever learns: what METHOD 6 calls "per retriever update".
 UPDATE = ("time/score", "time/retriever", "time/correction", "time/policy")
@@ -43,21 +48,31 @@ def main() -> None:
     args.steps = steps
     overrides = runs.base(args) | {"train.steps": steps}
     if args.worker:
-        print(json.dumps(worker(args.config, {**overrides, "method.name": args.worker}, steps)))
+        print(json.dumps(worker(args.config, {**overrides, **changes(args.worker, args.config)}, steps)))
         return
     root = runs.root_of(args, NAME)
     environment = {"JAX_COMPILATION_CACHE_DIR": str(runs.programs(root)), **os.environ}
-    found: dict[str, list[dict]] = {name: [] for name in METHODS}
+    found: dict[str, list[dict]] = {name: [] for name in (*METHODS, *OTHERS)}
     for number in range(1 if args.quick else args.rounds):
-        for name in METHODS:
+        for name in found if number == 0 and not args.quick else METHODS:
             command = [sys.executable, __file__, f"--worker={name}", f"--config={args.config}", f"--steps={steps}"]
             command += ["--quick"] if args.quick else []
             output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
             found[name].append(json.loads(output.splitlines()[-1]))
             runs.say(f"round {number + 1}, {name}: {statistics.median(found[name][-1]['time/step']):.2f} s a step")
-    result = compared(found) | {"machine": about(), "config": args.config, "steps": steps, "processes": found}
+    measured = {name: processes for name, processes in found.items() if processes}
+    result = compared(measured) | {"machine": about(), "config": args.config, "steps": steps, "processes": measured}
     runs.save(NAME, result, args)
     print(json.dumps({key: value for key, value in result.items() if key != "processes"}))
+
+
+def changes(row: str, config: str) -> dict[str, object]:
+    """What the row sets on top of the config file."""
+    if row == "retriever_stage":
+        return {"method.name": "rag_then_rl"}
+    groups = rows_of(configuration.load(runs.HOME / config).grpo.group_size)
+    known = groups["main"] | groups["rollouts"]
+    return {"method.name": row, **known[row]}
 
 
 def compared(found: dict[str, Sequence[dict]]) -> dict:
@@ -71,7 +86,7 @@ def compared(found: dict[str, Sequence[dict]]) -> dict:
         return statistics.median(run[kind] for run in found[name])
 
     update = {name: seconds(name, UPDATE) for name in METHODS}
-    steps = {name: seconds(name, ("time/step",)) for name in METHODS}
+    steps = {name: seconds(name, ("time/step",)) for name in found}
     rounds = [
         statistics.median(bridge["time/step"]) / statistics.median(vt["time/step"])
         for bridge, vt in zip(found["bridge"], found["vt_search"], strict=True)
@@ -100,7 +115,6 @@ def worker(config_file: str, overrides: dict[str, object], steps: int) -> dict:
     """{"time/..": [seconds of each measured step], "compiled_bytes", "measured_bytes", "programs": {name: bytes}}"""
     import jax
 
-    from bridge_jax import config as configuration
     from bridge_jax.data.stream import QuestionStream
     from bridge_jax.objectives import scoring, two_state
     from bridge_jax.training.assets import load_assets

@@ -14,11 +14,11 @@ from bridge_jax.training.metrics import read_metrics
 
 
 class Outcome:
-    """What a finished run left behind."""
+    """What a finished run left behind up to its last step. (Its folder may hold more: the same run, trained longer.)"""
 
     def __init__(self, run: Run, root: Path):
         self.run, self.workdir = run, root / run.name
-        self.metrics = read_metrics(self.workdir / "metrics.jsonl")
+        self.metrics = [row for row in read_metrics(self.workdir / "metrics.jsonl") if row["step"] <= run.total]
         self._final = evaluation_of(run, root)
 
     @functools.cached_property
@@ -28,7 +28,8 @@ class Outcome:
 
     def on_the_way(self) -> list[int]:
         """Steps at which `train` evaluated."""
-        return sorted(int(path.stem.removeprefix("step_")) for path in (self.workdir / "eval").glob("step_??????.json"))
+        steps = (int(path.stem.removeprefix("step_")) for path in (self.workdir / "eval").glob("step_??????.json"))
+        return sorted(step for step in steps if step <= self.run.total)
 
     def at(self, step: int) -> dict:
         """The evaluation that `train` made after `step`, on `data.eval_limit` questions a set."""
@@ -37,25 +38,11 @@ class Outcome:
     def _read(self, name: str) -> dict:
         return json.loads((self.workdir / "eval" / name).read_text(encoding="utf-8"))
 
-    @functools.cached_property
-    def step_seconds(self) -> np.ndarray:
-        """[steps] of training alone, evaluations left out. A step of more than three times its stage's median (a compilation, or a
-        machine busy elsewhere) counts as the median."""
-        seconds = np.asarray([row["time/step"] for row in self.metrics], float)
-        stages = np.asarray([row["stage"] for row in self.metrics])
-        medians = np.zeros_like(seconds)
-        for stage in np.unique(stages):
-            medians[stages == stage] = np.median(seconds[stages == stage])
-        return np.where(seconds > 3 * medians, medians, seconds)
-
-    def seconds(self, step: int) -> float:
-        """Of the first `step` steps."""
-        return float(self.step_seconds[:step].sum())
-
     def rollout_rows(self) -> list[dict]:
         """All logged rollouts, in order."""
         paths = sorted((self.workdir / "rollouts").glob("step_*.jsonl"))
-        return [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+        return [row for row in rows if row["step"] <= self.run.total]
 
 
 def scores(evaluations: Sequence[dict], metric: str = "em", only: Mapping[str, Sequence[str]] | None = None) -> dict:
@@ -70,4 +57,3 @@ def scores(evaluations: Sequence[dict], metric: str = "em", only: Mapping[str, S
 
 def question_ids(evaluation: dict) -> dict[str, list[str]]:
     return {name: [row["id"] for row in rows] for name, rows in evaluation["predictions"].items()}
-

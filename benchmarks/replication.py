@@ -52,13 +52,26 @@ def ablation(results: Mapping) -> str:
     rows = []
     for name in ["start", *found["groups"]["main"]]:
         row = found["table"][name]
-        cells = [f"`{name}`", points(row["em"]["single_hop"], False), points(row["em"]["multi_hop"], False)]
+        cells = [f"`{name}`", str(row["seeds"]), points(row["em"]["single_hop"], False), points(row["em"]["multi_hop"], False)]
         cells += [points(row["em"]["overall"], False), points(row["minus_vt_search"]["multi_hop"])]
-        cells += [points(row["minus_bridge"]["multi_hop"]), f"{row['step_seconds']['mean']:.1f}"]
+        cells += [points(row["minus_bridge"]["multi_hop"]), " + ".join(f"{a:.1f}" for a in row.get("step_seconds", ())) or "-"]
         rows.append(cells)
-    head = ["method", "single-hop EM", "multi-hop EM", "average EM"]
+    head = ["method", "seeds", "single-hop EM", "multi-hop EM", "average EM"]
     head += ["multi-hop, minus vt_search", "multi-hop, minus bridge", "s a step"]
-    return f"{found['steps']} steps, {found['seeds']} seeds, commit {found['machine']['commit']}.\n\n{table(head, rows)}"
+    return f"{found['steps']} steps a stage, commit {found['machine']['commit']}.\n\n{table(head, rows)}"
+
+
+def collapse(results: Mapping) -> str:
+    """What becomes of the retriever, seed by seed."""
+    found, rows = results["ablation"]["table"], []
+    for name in ("decoupled_rl", "decoupled_rl_clamp", "bridge", "bridge_clamp", "decoupled_rag"):
+        if name in found:
+            drift = [f"{value:.2f}" for value in found[name]["drift_by_seed"]]
+            recall = [f"{100 * value:.0f}" for value in found[name]["recall@3_by_seed"]["overall"]]
+            em = [f"{100 * value:.0f}" for value in found[name]["em_by_seed"]["overall"]]
+            rows.append([f"`{name}`", *(", ".join(values) for values in (drift, recall, em))])
+    start = f"{100 * found['start']['recall@3']['overall']:.0f} at the start"
+    return table(["row", "drift of the query tower (1 - cos), by seed", f"recall@3 ({start})", "average EM"], rows)
 
 
 def wall_clock(results: Mapping) -> str:
@@ -70,7 +83,7 @@ def wall_clock(results: Mapping) -> str:
         [
             f"`{name}`",
             str(round(sum(row["loop_steps"]) / len(row["loop_steps"]))),
-            f"{row['seconds']['mean']:.0f}",
+            f"{row['seconds']:.0f}",
             points(row["em"]["multi_hop"], False),
             points(row["em"]["overall"], False),
             points(row["minus_bridge"]["multi_hop"]),
@@ -119,11 +132,15 @@ def options(results: Mapping) -> str:
     for name in found["groups"]["options"] + [row for row in found["groups"]["rollouts"] if row not in found["groups"]["options"]]:
         row = found["table"][name]
         changes = ", ".join(f"`{field}={value}`" for field, value in row_changes(found, name).items()) or "-"
-        cells = [f"`{name}`", changes, points(row["em"]["multi_hop"], False), points(row["minus_bridge"]["multi_hop"])]
-        rows.append([*cells, points(row["minus_bridge"]["overall"]), f"{100 * row['recall@3']['overall']:.1f}"])
+        cells = [f"`{name}`", changes, str(row["seeds"]), points(row["em"]["multi_hop"], False)]
+        cells += [points(row["minus_bridge"]["multi_hop"]), points(row["minus_bridge"]["overall"])]
+        [own] = [key for key in row if key.startswith("minus_") and key not in ("minus_bridge", "minus_vt_search")] or [""]
+        gap = f"{points(row[own]['multi_hop'])} `{own.removeprefix('minus_')}`" if own else "-"
+        rows.append([*cells, gap, f"{100 * row['recall@3']['overall']:.1f}"])
     if not rows:
         return MISSING
-    return table(["row", "change", "multi-hop EM", "multi-hop, minus bridge", "average, minus bridge", "recall@3"], rows)
+    head = ["row", "change", "seeds", "multi-hop EM", "multi-hop, minus bridge", "average, minus bridge"]
+    return table([*head, "multi-hop, minus its own baseline", "recall@3"], rows)
 
 
 def row_changes(found: Mapping, name: str) -> dict[str, object]:
@@ -135,14 +152,23 @@ def row_changes(found: Mapping, name: str) -> dict[str, object]:
 def fidelity(results: Mapping) -> str:
     """Cosine and relative error against two_state."""
     rows = []
-    for checkpoint, of_epochs in results["fidelity"]["checkpoints"].items():
-        for epochs, of_gamma in of_epochs.items():
+    for checkpoint, of_way in results["fidelity"]["checkpoints"].items():
+        for way, of_gamma in of_way.items():
             for gamma, found in of_gamma.items():
-                cells = [checkpoint, epochs, gamma]
+                cells = [checkpoint, way, gamma]
                 for name in ("one_state", "drop"):
                     cells += [f"{found[name]['cosine']['mean']:.4f}", f"{found[name]['relative_error']['mean']:.3f}"]
                 rows.append([*cells, f"{found['pair_over_rl']['mean']:.3f}"])
-    head = ["checkpoint", "passes", "gamma", "bridge: cosine", "rel. error", "drop: cosine", "rel. error", "pair / J_RL gradient"]
+    head = [
+        "checkpoint",
+        "lower levels",
+        "gamma",
+        "bridge: cosine",
+        "rel. error",
+        "drop: cosine",
+        "rel. error",
+        "pair / J_RL gradient",
+    ]
     return table(head, rows)
 
 
@@ -181,21 +207,23 @@ def first_hop(results: Mapping) -> str:
         rows = []
         for variant, row in found.items():
             turns = row["training_turns"].get("golds2/turn1", {})
-            cells = [f"`{variant}`", f"{turns['argmax_l_gold']['mean']:.2f}" if "argmax_l_gold" in turns else "-"]
+            cells = [f"`{variant}`", str(row["seeds"])]
+            cells += [f"{turns['argmax_l_gold']['mean']:.2f}" if "argmax_l_gold" in turns else "-"]
             cells += [f"{100 * row['recall@3_by_hop'][hop]['mean']:.1f}" for hop in ("hop1", "hop2")]
             cells += [points(row["em"]["two_hop"], False), points(row["em"]["overall"], False)]
             for other in ("paper", "mask"):
                 gap = row.get(f"minus_{other}")
                 cells.append(points(gap["em"]["two_hop"]) if gap else "-")
             rows.append(cells)
-        head = ["credit", "first turn: l's argmax is gold", "recall@3 hop 1", "hop 2", "two-hop EM", "average EM"]
+        head = ["credit", "seeds", "first turn: l's argmax is gold", "recall@3 hop 1", "hop 2", "two-hop EM", "average EM"]
         head += ["two-hop EM, minus paper", "minus mask"]
-        parts.append(f"World `{world}`, {results['first_hop']['seeds']} seeds:\n\n{table(head, rows)}")
+        parts.append(f"World `{world}`:\n\n{table(head, rows)}")
     return "\n\n".join(parts) or MISSING
 
 
 BLOCKS: dict[str, tuple[str, Callable[[Mapping], str]]] = {  # block: (the result it needs, its text)
     "ablation": ("ablation", ablation),
+    "collapse": ("ablation", collapse),
     "wall_clock": ("ablation", wall_clock),
     "claims": ("ablation", claims),
     "options": ("ablation", options),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import signal
@@ -129,8 +130,8 @@ class _Job:
         with self.log.open("a", encoding="utf-8") as file:
             file.write(f"$ {' '.join(command)}\n")
             file.flush()
-            environment = _environment(self.root, len(self.cores))
-            self._process = subprocess.Popen(command, cwd=HOME, env=environment, stdout=file, stderr=file)
+            variables = {"OMP_NUM_THREADS": str(max(len(self.cores), 1))} | environment(self.root)
+            self._process = subprocess.Popen(command, cwd=HOME, env=variables, stdout=file, stderr=file)
         if self.cores and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(self._process.pid, self.cores)  # before it has threads; XLA's pools then have as many as cores
 
@@ -180,13 +181,10 @@ def share_programs(root: Path) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def _environment(root: Path, threads: int) -> dict[str, str]:
-    return {
-        "JAX_COMPILATION_CACHE_DIR": str(programs(root)),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
-        "OMP_NUM_THREADS": str(max(threads, 1)),
-        **os.environ,
-    }
+def environment(root: Path) -> dict[str, str]:
+    """The same for a process that this one starts."""
+    kept = {"JAX_COMPILATION_CACHE_DIR": str(programs(root)), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
+    return kept | os.environ
 
 
 class _Progress:
@@ -253,6 +251,11 @@ def finished(run: Run, root: Path) -> bool:
     return _key(run) in done["evaluations"]
 
 
+def finished_seeds(row: Sequence[Run], root: Path) -> list[Run]:
+    """The runs of a row, seed by seed, up to the first that is not finished."""
+    return list(itertools.takewhile(lambda run: finished(run, root), row))
+
+
 def evaluation_of(run: Run, root: Path) -> str:
     """File name of a finished run's evaluation, in its eval/."""
     return json.loads(_marker(run, root).read_text(encoding="utf-8"))["evaluations"][_key(run)]["file"]
@@ -307,10 +310,10 @@ def base(args: argparse.Namespace, **fields: object) -> dict[str, object]:
     return given | (QUICK if args.quick else {})
 
 
-def seeded(row: str, args: argparse.Namespace, overrides: Mapping[str, object]) -> list[Run]:
-    """The runs of a row, one a seed."""
+def seeded(row: str, args: argparse.Namespace, overrides: Mapping[str, object], seeds: int = 0) -> list[Run]:
+    """The runs of a row, one a seed: of `seeds`, or (0) of --seeds."""
     limit = 8 if args.quick else args.limit
-    return [Run(f"{row}/seed{seed}", args.config, {**overrides, "train.seed": seed}, limit) for seed in range(args.seeds)]
+    return [Run(f"{row}/seed{seed}", args.config, {**overrides, "train.seed": seed}, limit) for seed in range(seeds or args.seeds)]
 
 
 def root_of(args: argparse.Namespace, name: str) -> Path:

@@ -18,12 +18,12 @@ from ml_collections import ConfigDict
 
 from bridge_jax.errors import UserError
 from bridge_jax.overrides import parse_value, split_overrides
+from bridge_jax.rollout.limits import check_sampling
 from bridge_jax.training import methods
 
 log = logging.getLogger(__name__)
 
 METHODS = tuple(methods.METHODS)
-TOP_K_LIMIT = 64  # rollout.drawing.SLICE; written again because reading a configuration does without jax
 
 
 def default() -> ConfigDict:
@@ -43,6 +43,7 @@ def default() -> ConfigDict:
     c.policy.lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     c.policy.compute_dtype = "bfloat16"  # master weights are float32 when trained in full
     c.policy.remat = True
+    c.policy.attention = "auto"  # of the policy's training: auto (xla) | xla | cudnn (NVIDIA, bfloat16) | splash (TPU)
 
     c.retriever = ConfigDict()
     c.retriever.encoder = "intfloat/e5-base-v2"
@@ -87,7 +88,7 @@ def default() -> ConfigDict:
     c.grpo = ConfigDict()
     c.grpo.group_size = 8
     c.grpo.minibatch_questions = 64
-    c.grpo.microbatch = 8  # rollouts in one forward/backward
+    c.grpo.microbatch = 8  # of the longest rollouts (length bucket of the step) in one forward/backward; shorter ones are packed
     c.grpo.advantage = "grpo"  # grpo | dr_grpo
     c.grpo.aggregation = "token_mean"  # token_mean | seq_mean | dr_grpo
     c.grpo.clip_low = 0.2
@@ -129,6 +130,7 @@ def default() -> ConfigDict:
     # What a turn that is followed by another search is credited by; last turns always by the answer (training/next_action.py).
     c.credit.target = "answer"  # answer | next_action | both (the sum)
     c.credit.no_span = "paper"  # without a successful next action: paper (the answer) | zero (no credit)
+    c.credit.sibling = "history"  # whose next action may serve: same tokens so far (history) | same query | any of the group
     c.credit.first_hop = "paper"  # paper | mask: no credit on such turns at all
 
     c.train = ConfigDict()
@@ -180,7 +182,7 @@ def parse_args(parser, argv: Sequence[str] | None = None):
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> ConfigDict:
-    """Run `get_config()` of the file, apply what the method implies, then `group.field=value` overrides; validate, lock.
+    """Run `get_config()` of the file, apply `group.field=value` overrides, then what the method implies elsewhere; validate, lock.
 
     Raises:
       UserError: naming the file, the field (with the nearest known name) or the value and what is allowed.
@@ -188,11 +190,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> ConfigDict:
     config = _run_file(Path(path))
     given = [(name, text) for name, _, text in (override.partition("=") for override in overrides)]
     for name, text in given:
-        if name == "method.name":
-            _set(config, name, text)
-    _apply_method(config, {name for name, _ in given})
-    for name, text in given:
         _set(config, name, text)
+    _apply_method(config, {name for name, _ in given})
     validate(config)
     return config.lock()
 
@@ -203,11 +202,16 @@ def _apply_method(config: ConfigDict, given: set[str]) -> None:
     method = methods.METHODS.get(known.get("method.name"))
     if method is None:
         return  # `validate` names it
-    capped = {name: min(limit, known[name]) for name, limit in method.at_most.items()}
-    implied = {name: value for name, value in {**method.implied, **capped}.items() if name not in given}
-    for name, value in implied.items():
+    implied = {}
+    for name, value in {**method.at_most, **method.implied}.items():
+        if name in given:
+            continue
         group, field = name.split(".")
-        config[group][field] = value
+        if name in method.at_most:
+            value = min(value, known[name])
+        elif callable(value):
+            value = value(config)
+        config[group][field] = implied[name] = value
     if implied:
         shown = ", ".join(f"{name}={value}" for name, value in implied.items())
         log.info("method %s implies %s (override with --config.group.field=value)", known["method.name"], shown)
@@ -256,11 +260,13 @@ _CHOICES = {
     "policy.trainable": ("full", "lora"),
     "policy.algorithm": ("grpo", "ppo"),
     "policy.compute_dtype": ("float32", "bfloat16"),
+    "policy.attention": ("auto", "xla", "cudnn", "splash"),
     "index.kind": ("auto", "scann", "exact"),
     "grpo.advantage": ("grpo", "dr_grpo"),
     "grpo.aggregation": ("token_mean", "seq_mean", "dr_grpo"),
     "credit.target": ("answer", "next_action", "both"),
     "credit.no_span": ("paper", "zero"),
+    "credit.sibling": ("history", "query", "any"),
     "credit.first_hop": ("paper", "mask"),
     "grpo.llds_gate": ("nonnegative", "positive"),
 }
@@ -392,15 +398,7 @@ def validate(config: ConfigDict) -> None:
 
 def _check_sampling(rollout: ConfigDict) -> None:
     """What a token is drawn from. A warning where it is not what the trainer computes with: right for evaluation and `ask` only."""
-    if not 0 < rollout.top_p <= 1:
-        raise UserError(f"config.rollout.top_p={rollout.top_p!r}: must be above 0 and at most 1 (1 = all tokens)")
-    if rollout.top_k > TOP_K_LIMIT:
-        raise UserError(f"config.rollout.top_k={rollout.top_k!r}: must be at most {TOP_K_LIMIT} (0 = all tokens)")
-    if rollout.min_new_tokens > rollout.max_new_tokens:
-        raise UserError(
-            f"config.rollout.min_new_tokens={rollout.min_new_tokens}: must be at most config.rollout.max_new_tokens="
-            f"{rollout.max_new_tokens}"
-        )
+    check_sampling(rollout, "config.rollout.")
     off = {name: rollout[name] for name, neutral in (("top_p", 1), ("top_k", 0), ("min_new_tokens", 0)) if rollout[name] != neutral}
     if off:
         shown = ", ".join(f"config.rollout.{name}={value}" for name, value in off.items())

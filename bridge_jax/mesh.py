@@ -110,6 +110,11 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(BATCH))
 
 
+def batch_ways(mesh: Mesh | None) -> int:
+    """How many ways `batch_sharding` splits."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH)
+
+
 def constrain(x: jax.Array, mesh: Mesh | None, spec: P) -> jax.Array:
     """`with_sharding_constraint` on `mesh`; the identity without one. Axes that do not divide their dimension are dropped."""
     if mesh is None:

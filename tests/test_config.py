@@ -119,6 +119,12 @@ def test_workdir_belongs_to_one_configuration(tmp_path):
     with pytest.raises(UserError, match=r"credit\.gamma was 1\.0, now 3\.0"):
         claim_workdir(other, tmp_path)
     assert (tmp_path / "config.json").read_text() == before
+    older = json.loads(before)
+    del older["credit.sibling"]  # the folder was made before there was this field
+    (tmp_path / "config.json").write_text(json.dumps(older))
+    claim_workdir(config, tmp_path)
+    with pytest.raises(UserError, match=r"credit\.sibling was 'history', now 'any'"):
+        claim_workdir(configuration.load(POCKET, ["credit.sibling=any"]), tmp_path)
     longer = configuration.load(POCKET, ["train.steps=99"])
     claim_workdir(longer, tmp_path, may_change=("train.steps",))
     assert json.loads((tmp_path / "config.json").read_text())["train.steps"] == 99

@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 from bridge_jax.errors import UserError
 from bridge_jax.files import write_text
-from bridge_jax.mesh import BATCH, batch_sharding, constrain, param_sharding
+from bridge_jax.mesh import BATCH, batch_sharding, batch_ways, constrain, param_sharding
 from bridge_jax.models import hub
 from bridge_jax.models.attention import attend
 from bridge_jax.models.layers import INIT, Dense, Embed
@@ -375,7 +375,7 @@ def embed(
     ids = tokenize(encoder, texts, kind)
     variables = {"params": encoder.params} if lora is None else {"params": encoder.params, "lora": lora}
     mesh = encoder.module.mesh
-    ways = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    ways = batch_ways(mesh)
     by_length: dict[int, list[int]] = {}
     for row in sorted(range(len(ids)), key=lambda row: len(ids[row])):
         by_length.setdefault(padded_length(len(ids[row]), encoder.max_length), []).append(row)

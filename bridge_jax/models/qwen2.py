@@ -27,6 +27,7 @@ from bridge_jax.files import write_text
 from bridge_jax.mesh import BATCH, constrain, param_sharding
 from bridge_jax.models import hub
 from bridge_jax.models.attention import attend, causal_mask
+from bridge_jax.models.attention_kernels import attend_sequences
 from bridge_jax.models.cache import KVBlock
 from bridge_jax.models.layers import INIT, Dense, Embed, RMSNorm, rope, rotate
 from bridge_jax.models.lora import LoRAConfig, check_lora
@@ -144,6 +145,7 @@ class Block(nn.Module):
     dtype: Any
     lora: LoRAConfig | None
     mesh: Mesh | None
+    attention: str
     keep: bool  # give k and v [B,T,K,H] of this layer as the scan's output
 
     @nn.compact
@@ -152,7 +154,7 @@ class Block(nn.Module):
         c = self.config
         x, cache_k, cache_v = carry
         layer, shared_k, shared_v = per_layer
-        cos, sin, mask, shared_valid, write_at = common
+        cos, sin, mask, segment_ids, shared_valid, write_at = common
         batch, length, _ = x.shape
 
         def dense(name, features, bias=False):
@@ -169,7 +171,10 @@ class Block(nn.Module):
             cache_k = jax.lax.dynamic_update_slice(cache_k, k[None].astype(cache_k.dtype), start)
             cache_v = jax.lax.dynamic_update_slice(cache_v, v[None].astype(cache_v.dtype), start)
             k, v = (jax.lax.dynamic_index_in_dim(cache, layer, keepdims=False) for cache in (cache_k, cache_v))
-        h = attend(q, k, v, mask, shared_k, shared_v, shared_valid)
+        if mask is None:
+            h = attend_sequences(q, k, v, segment_ids, self.attention, self.mesh)
+        else:
+            h = attend(q, k, v, mask, shared_k, shared_v, shared_valid)
         x = x + dense("o_proj", c.hidden_size)(h.reshape(batch, length, -1))
 
         h = RMSNorm(c.rms_norm_eps, name="post_norm")(x)
@@ -193,7 +198,8 @@ class Qwen2(nn.Module):
     """The decoder. `dtype` is the compute dtype (parameters are cast where used; softmax, norms and logits are float32).
 
     `lora` gives the scale of the adapter that is active when a "lora" collection is passed. `remat` recomputes each layer in the
-    backward pass. `mesh` keeps activations split over the batch axes.
+    backward pass. `mesh` keeps activations split over the batch axes. `attention`: the backend of `attend_sequences`,
+    which serves whole sequences; with a cache, and for making one, attention is XLA's.
     """
 
     config: Qwen2Config
@@ -201,6 +207,7 @@ class Qwen2(nn.Module):
     lora: LoRAConfig | None = None
     remat: bool = False
     mesh: Mesh | None = None
+    attention: str = "xla"
 
     @nn.compact
     def __call__(
@@ -248,6 +255,8 @@ class Qwen2(nn.Module):
             mask = causal_mask(batch, length, segment_ids)
             columns = jnp.ones((batch, length), bool) if segment_ids is None else segment_ids > 0
             seen = mask.sum(-1, dtype=jnp.int32)
+            if shared is None and output != "block":
+                mask = None  # whole sequences
         else:
             if write_at is None or segment_ids is not None:
                 raise ValueError("with `private`, give `write_at` and `valid`, not `segment_ids`")
@@ -270,10 +279,10 @@ class Qwen2(nn.Module):
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast),
             length=c.num_layers,
-        )(c, self.dtype, self.lora, self.mesh, output == "block", name="layers")
+        )(c, self.dtype, self.lora, self.mesh, self.attention, output == "block", name="layers")
         carry = (x, None, None) if private is None else (x, private.k, private.v)
         per_layer = (jnp.arange(c.num_layers), *((None, None) if shared is None else (shared.k, shared.v)))
-        common = (cos, sin, mask, None if shared is None else shared.valid, write_at)
+        common = (cos, sin, mask, segment_ids, None if shared is None else shared.valid, write_at)
         (x, new_k, new_v), kept = layers(carry, per_layer, common)
         x = RMSNorm(c.rms_norm_eps, name="norm")(x)
         if output == "block":
@@ -330,6 +339,7 @@ def load(
     compute_dtype: Any = None,
     lora: LoRAConfig | None = None,
     remat: bool = False,
+    attention: str = "xla",
 ) -> tuple[Qwen2, dict]:
     """A model and its parameters in `dtype`, streamed onto `mesh` (None: the default device). Computes in `dtype` unless told.
 
@@ -346,7 +356,7 @@ def load(
         if head is not None and embedding is not None and not np.array_equal(head.data, embedding.data):
             raise UserError(f"{head.file}: lm_head.weight is not the embedding; set tie_word_embeddings to false in config.json")
     params = hub.read_params(folder, slots(config), abstract_params(config), np.dtype(dtype), sharding, ignored)
-    return Qwen2(config, dtype if compute_dtype is None else compute_dtype, lora, remat, mesh), params
+    return Qwen2(config, dtype if compute_dtype is None else compute_dtype, lora, remat, mesh, attention), params
 
 
 def save(folder: str | Path, model: Qwen2, params: Mapping, tokenizer: Any = None) -> None:

@@ -44,7 +44,7 @@ class StepConfig:
     """What one step does. Changing a field means another compiled program.
 
     trainable: "full" (state.policy is the parameter tree) or "lora" (state.policy is the adapter on the frozen parameters).
-    minibatch, microbatch: rollout rows per optimiser step, and per forward/backward inside it. epochs: passes over the rows.
+    epochs: passes over the rollouts; the shape of `Rollouts` says which make an optimiser step, and which one forward and backward.
     retriever: its loss, or None for no retriever update in this step. turn_minibatch, turn_epochs: likewise for turns.
     estimator: of the policy's gradient, "one_state", "two_state" or "drop" (`objectives.two_state`).
     chunk: tokens unembedded at once.
@@ -53,8 +53,6 @@ class StepConfig:
 
     grpo: GRPOConfig
     policy_optimizer: OptimizerConfig
-    minibatch: int
-    microbatch: int
     trainable: str = "lora"
     epochs: int = 1
     chunk: int = 1024
@@ -71,21 +69,23 @@ class StepConfig:
             raise ValueError(f"trainable {self.trainable!r}: allowed are full, lora")
         if self.estimator not in ("one_state", "two_state", "drop"):
             raise ValueError(f"estimator {self.estimator!r}: allowed are one_state, two_state, drop")
-        if self.minibatch % self.microbatch:
-            raise ValueError(f"minibatch {self.minibatch} is not a multiple of microbatch {self.microbatch}")
 
 
 class Rollouts(flax.struct.PyTreeNode):
-    """B rollouts, right-padded: prompt, then everything that followed. B is a multiple of `StepConfig.minibatch`."""
+    """Rollouts as arrays [S, P, R, T]: S minibatches (optimiser steps) of P micro-batches (forward and backward) of R rows.
 
-    tokens: jax.Array  # [B, T] int32
-    positions: jax.Array  # [B, T] int32
-    segment_ids: jax.Array  # [B, T] int32, 0 = padding
-    mask: jax.Array  # [B, T] bool: tokens the policy generated and is trained on
-    old_logps: jax.Array  # [B, T] float32: the sampler's, at masked tokens
-    advantages: jax.Array  # [B] or [B, T] float32
-    ref_logps: jax.Array | None = None  # [B, T] float32; None: computed here from the frozen parameters
-    rewards: jax.Array | None = None  # [B] float32: the outcomes, which PPO makes its own advantages of
+    A row holds one rollout or several, each its prompt, then everything that followed; padding comes last. Micro-batches without a
+    trained token are skipped.
+    """
+
+    tokens: jax.Array  # [S, P, R, T] int32, and so on
+    positions: jax.Array  # int32, from 0 in every rollout
+    segment_ids: jax.Array  # int32: 1, 2, ... along a row, a rollout each; 0 = padding
+    mask: jax.Array  # bool: tokens the policy generated and is trained on
+    old_logps: jax.Array  # float32: the sampler's, at masked tokens
+    advantages: jax.Array  # float32: of the token's rollout, or its own
+    ref_logps: jax.Array | None = None  # float32; None: computed here from the frozen parameters
+    rewards: jax.Array | None = None  # float32: the outcome of the token's rollout, which PPO makes its own advantages of
 
 
 class Turns(flax.struct.PyTreeNode):
@@ -180,7 +180,9 @@ def retriever_update(config: StepConfig, modules: Modules, encoder_params, lora,
     Returns (lora, opt_state, metrics). Turns are shuffled each epoch, padding last, so minibatches are full as long as turns last.
     """
     U = turns.mask.shape[0]
-    count = _divide(U, config.turn_minibatch, "turns", "turn_minibatch")
+    if U == 0 or U % config.turn_minibatch:
+        raise ValueError(f"{U} turns: pad them to a multiple of turn_minibatch = {config.turn_minibatch}")
+    count = U // config.turn_minibatch
 
     def loss(lora, rows: Turns):
         queries = modules.encoder.apply({"params": encoder_params, "lora": lora}, rows.query_tokens, rows.query_mask)
@@ -211,12 +213,11 @@ def retriever_update(config: StepConfig, modules: Modules, encoder_params, lora,
 
 
 def policy_gradient(config: StepConfig, modules: Modules, frozen_params, policy, rows: Rollouts):
-    """grad J_RL of one minibatch at `policy`: rows [parts, microbatch, ...] -> (gradient, metric sums, largest gap).
+    """grad J_RL of one minibatch at `policy`: rows [P, R, T] -> (gradient, metric sums, largest gap).
 
     Exactly the gradient of the minibatch's loss, however it is cut into parts: sums over all parts, divided once.
     """
     model, grpo = modules.policy, config.grpo
-    parts = rows.tokens.shape[0]
 
     def logps(variables, rows: Rollouts):
         return sequence_logps(
@@ -229,11 +230,12 @@ def policy_gradient(config: StepConfig, modules: Modules, frozen_params, policy,
         return jax.lax.stop_gradient(logps({"params": frozen_params}, rows)[0])
 
     def guard(logp, rows: Rollouts):
-        return displacement_guard(logp, rows.old_logps, rows.advantages, rows.mask, grpo)
+        return displacement_guard(logp, rows.old_logps, rows.advantages, rows.mask, grpo, rows.segment_ids)
 
     def loss(policy, rows: Rollouts, ref_logps, guard_scale):
         logp, entropy = logps(policy_variables(config, frozen_params, policy), rows)
-        total, denominator, sums = policy_loss(logp, rows.old_logps, ref_logps, rows.advantages, rows.mask, grpo, entropy)
+        given = rows.old_logps, ref_logps, rows.advantages, rows.mask
+        total, denominator, sums = policy_loss(logp, *given, grpo, entropy, rows.segment_ids)
         if grpo.llds:
             fall, fallen = guard(logp, rows)
             scale = denominator / jnp.maximum(fallen, 1.0) if guard_scale is None else guard_scale
@@ -249,50 +251,42 @@ def policy_gradient(config: StepConfig, modules: Modules, frozen_params, policy,
 
     def counts(rows: Rollouts):
         rows = constrained(rows, model)
-        return loss_denominator(rows.mask, grpo), guard(logps(policy_variables(config, frozen_params, policy), rows)[0], rows)[1]
+        fallen = guard(logps(policy_variables(config, frozen_params, policy), rows)[0], rows)[1]
+        return loss_denominator(rows.mask, grpo, rows.segment_ids), fallen
 
-    if parts == 1:
-        gradient, sums, gap_max = micro(jax.tree.map(lambda x: x[0], rows))
-    else:
-        guard_scale = None
-        if grpo.llds:
-            # The guard divides by the tokens that fell in the whole minibatch, which only a forward pass over all of it can tell.
-            denominator, fallen = jax.tree.map(jnp.sum, jax.lax.map(counts, rows))
-            guard_scale = denominator / jnp.maximum(fallen, 1.0)
+    def combine(a, b):
+        return (*added(a[:2], b[:2]), jnp.maximum(a[2], b[2]))
 
-        def accumulate(so_far, part):
-            gradient, sums, gap_max = micro(part, guard_scale)
-            return (*jax.tree.map(jnp.add, so_far[:2], (gradient, sums)), jnp.maximum(so_far[2], gap_max)), None
-
-        first = jax.eval_shape(lambda rows: micro(jax.tree.map(lambda x: x[0], rows), guard_scale), rows)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
-        (gradient, sums, gap_max), _ = jax.lax.scan(accumulate, zeros, rows)
+    guard_scale = None
+    if grpo.llds and len(rows.tokens) > 1:
+        # The guard divides by the tokens that fell in the whole minibatch, which only a forward pass over all of it can tell.
+        denominator, fallen = over_parts(counts, rows, rows.mask)
+        guard_scale = denominator / jnp.maximum(fallen, 1.0)
+    gradient, sums, gap_max = over_parts(lambda rows: micro(rows, guard_scale), rows, rows.mask, combine)
     gradient = jax.tree.map(lambda g: g / jnp.maximum(sums["denominator"], 1.0), gradient)
     return gradient, sums, gap_max
 
 
 def policy_update(config: StepConfig, modules: Modules, frozen_params, policy, opt_state, rollouts: Rollouts, correction=None):
-    """The upper level: GRPO minibatches in row order, each the exact mean over its micro-batches.
+    """The upper level: GRPO minibatches in order, each the exact mean over its micro-batches.
 
     correction: a tree like the policy that is added to every minibatch's gradient (`objectives.two_state`), or None.
     Returns (policy, opt_state, metrics). `gap/*` compares the sampler's log-probs with the first minibatch's, before any update.
     """
-    steps = _divide(rollouts.tokens.shape[0], config.minibatch, "rollout rows", "minibatch")
 
     def minibatch(carry, rows: Rollouts):
         policy, opt_state = carry
         gradient, sums, gap_max = policy_gradient(config, modules, frozen_params, policy, rows)
         wanted = sums["denominator"] > 0
         if correction is not None:
-            gradient = jax.tree.map(jnp.add, gradient, correction)
+            gradient = added(gradient, correction)
         policy, opt_state, norm, skipped = guarded_update(modules.policy_optimizer, gradient, opt_state, policy, wanted)
         return (policy, opt_state), (sums, gap_max, norm, skipped)
 
-    rows = split_rows(config, rollouts, steps)
     (policy, opt_state), out = jax.lax.scan(
-        lambda carry, _: jax.lax.scan(minibatch, carry, rows), (policy, opt_state), None, length=config.epochs
+        lambda carry, _: jax.lax.scan(minibatch, carry, rollouts), (policy, opt_state), None, length=config.epochs
     )
-    sums, gap_max, norms, skipped = jax.tree.map(jnp.ravel, out)  # [epochs * steps]
+    sums, gap_max, norms, skipped = jax.tree.map(jnp.ravel, out)  # [epochs * S]
     total = {name: value.sum() for name, value in sums.items()}
     metrics = {
         "policy/loss": _mean(total["loss"], total["denominator"]),
@@ -317,9 +311,27 @@ def policy_variables(config: StepConfig, frozen_params, policy) -> dict:
     return {"params": policy} if config.trainable == "full" else {"params": frozen_params, "lora": policy}
 
 
-def split_rows(config: StepConfig, rows, steps: int):
-    """A tree of arrays [B, ...] -> [steps, parts, microbatch, ...]"""
-    return jax.tree.map(lambda x: x.reshape(steps, -1, config.microbatch, *x.shape[1:]), rows)
+def added(a, b):
+    return jax.tree.map(jnp.add, a, b)
+
+
+def over_parts(fn, parts, mask: jax.Array, combine=added):
+    """`fn` of every micro-batch, combined. parts: a tree of arrays [P, ...]; those whose mask [P, R, T] is empty are skipped."""
+    if len(mask) == 1:
+        return fn(jax.tree.map(lambda x: x[0], parts))
+
+    def accumulate(so_far, this):
+        part, mask = this
+        return jax.lax.cond(mask.any(), lambda: combine(so_far, fn(part)), lambda: so_far), None
+
+    like = jax.eval_shape(fn, jax.tree.map(lambda x: x[0], parts))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    return jax.lax.scan(accumulate, zeros, (parts, mask))[0]
+
+
+def one_minibatch(rollouts: Rollouts) -> Rollouts:
+    """All micro-batches as those of one minibatch: [S, P, R, T] -> [S * P, R, T]."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rollouts)
 
 
 def constrained(rows, model):
@@ -368,12 +380,6 @@ def bridge_step(
 def make_step(config: StepConfig, modules: Modules):
     """The compiled `step(frozen, state, batch) -> (state, metrics)`; it takes `state` over (its buffers are reused)."""
     return jax.jit(functools.partial(bridge_step, config, modules), donate_argnums=1)
-
-
-def _divide(total: int, size: int, what: str, name: str) -> int:
-    if total == 0 or total % size:
-        raise ValueError(f"{total} {what}: pad them to a multiple of {name} = {size}")
-    return total // size
 
 
 def _mean(total: jax.Array, count: jax.Array) -> jax.Array:

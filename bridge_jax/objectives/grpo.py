@@ -1,7 +1,8 @@
 """GRPO: group advantages and the clipped policy loss with its Dr.GRPO and DAPO variants.
 
 Sources: METHOD 4 and 7; Dr.GRPO (arXiv 2503.20783): no std, constant normaliser; DAPO (arXiv 2503.14476): clip-higher,
-token mean, groups without spread left out. Shapes: N groups, G rollouts a group, B rows, T tokens.
+token mean, groups without spread left out. Shapes: N groups, G rollouts a group, B rows, T tokens; a row holds one rollout, or
+several that `segment_ids` [B, T] tell apart (`objectives.segments`).
 
 Losses come as (sum, denominator): summing both over micro-batches and dividing once is exactly the loss of the whole batch.
 """
@@ -12,6 +13,8 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+
+from bridge_jax.objectives.segments import last_of_each, sums_within
 
 ADVANTAGE_EPSILON = 1e-6
 
@@ -26,8 +29,8 @@ class GRPOConfig:
     clip_low, clip_high: ratio clipped to [1 - clip_low, 1 + clip_high] (DAPO raises clip_high).
     dual_clip: bound c > 1 on the ratio of negative advantages, loss at most -c A; None switches it off.
     kl_coef: weight beta of the k3 KL to the reference, a term of the loss.
-    aggregation: "token_mean" (sum over tokens / tokens), "seq_mean" (mean of the rows' token means),
-        "dr_grpo" (constant normaliser: sum over tokens / (rows * normaliser)).
+    aggregation: "token_mean" (sum over tokens / tokens), "seq_mean" (mean of the rollouts' token means),
+        "dr_grpo" (constant normaliser: sum over tokens / (rollouts * normaliser)).
     normaliser: the response limit that "dr_grpo" divides by; no other aggregation reads it.
     llds: weight lambda of `displacement_guard`; 0 switches it off. llds_gate: it guards actions of A >= 0 ("nonnegative") or of
         A > 0 ("positive"). llds_slack: a fall of less than this a token is rounding between sampler and trainer, and no fall.
@@ -77,7 +80,7 @@ def group_advantages(rewards: jax.Array, mode: str = "grpo", valid: jax.Array | 
 def informative_groups(rewards: jax.Array, valid: jax.Array | None = None) -> jax.Array:
     """[N] bool: the group's valid rewards are not all equal.
 
-    Also DAPO's dynamic-sampling filter: clear the loss mask of the other groups' rows (the policy's only, never the retriever's).
+    Also DAPO's dynamic-sampling filter: clear the loss mask of the other groups (the policy's only, never the retriever's).
     """
     rewards = jnp.asarray(rewards, jnp.float32)
     valid = jnp.ones(rewards.shape, bool) if valid is None else jnp.asarray(valid, bool)
@@ -100,11 +103,13 @@ def policy_loss(
     mask: jax.Array,
     config: GRPOConfig,
     entropy: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """The clipped surrogate with k3 KL, as sums.
 
     logps, old_logps, ref_logps [B, T] float32: log-prob of token t under the policy, the sampler, the reference (None: no KL term).
-    advantages [B] or [B, T]; mask [B, T] bool: generated tokens, the only ones that count. entropy [B, T]: a metric.
+    advantages [B] or, of each token's rollout or its own, [B, T]; mask [B, T] bool: generated tokens, the only ones that count.
+    entropy [B, T]: a metric. segment_ids [B, T]: the rollouts of a row; None: one.
 
     Per token: max(-r A, -clip(r) A), for A < 0 at most -dual_clip A, plus kl_coef * k3.
     Returns (loss sum, denominator, metric sums): loss = sum / denominator. Metric sums over masked tokens: `tokens`,
@@ -139,20 +144,27 @@ def policy_loss(
     if entropy is not None:
         metrics["entropy"] = jnp.where(mask, entropy, 0.0)
 
-    total, denominator = _aggregate(jnp.where(mask, loss, 0.0), mask, config)
+    loss = jnp.where(mask, loss, 0.0)
+    if config.aggregation == "seq_mean":
+        loss = loss / jnp.maximum(sums_within(mask.astype(jnp.float32), segment_ids), 1.0)
     sums = {name: jax.lax.stop_gradient(value).astype(jnp.float32).sum() for name, value in metrics.items()}
-    return total, denominator, sums
+    return loss.sum(), loss_denominator(mask, config, segment_ids), sums
 
 
 def displacement_guard(
-    logps: jax.Array, old_logps: jax.Array, advantages: jax.Array, mask: jax.Array, config: GRPOConfig
+    logps: jax.Array,
+    old_logps: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    config: GRPOConfig,
+    segment_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The guard against likelihood displacement (METHOD 11, arXiv 2512.04220) as (sum, number of tokens).
 
-    An action is one contiguous span of masked tokens. For actions that pass the gate on A and whose summed log-prob fell, the mean
-    over their tokens of max(0, logp_old - logp) is to be added lambda times to the policy's loss. Arguments as in `policy_loss`.
-    The number of tokens is that of the *fallen* actions: it depends on logps, is no part of the loss's own denominator, and over
-    micro-batches both are summed before the one is divided by the other.
+    An action is one contiguous span of masked tokens of a rollout. For actions that pass the gate on A and whose summed log-prob
+    fell, the mean over their tokens of max(0, logp_old - logp) is to be added lambda times to the policy's loss. Arguments as in
+    `policy_loss`. The number of tokens is that of the *fallen* actions: it depends on logps, is no part of the loss's own
+    denominator, and over micro-batches both are summed before the one is divided by the other.
     """
     mask = jnp.asarray(mask, bool)
     advantages = jnp.asarray(advantages, jnp.float32)
@@ -160,27 +172,17 @@ def displacement_guard(
     fall = jnp.where(mask, old_logps, 0.0) - jnp.where(mask, logps, 0.0)
 
     # Spans are numbered from 1 within a row; unmasked columns are numbered like the span before them and add nothing.
-    span = jnp.cumsum(mask & ~jnp.pad(mask[:, :-1], ((0, 0), (1, 0))), axis=1)
-
-    def over_span(x):  # [B, T] -> [B, T]: the sum over the span that a column belongs to
-        sums = jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, num_segments=mask.shape[1] + 1))(x, span)
-        return jnp.take_along_axis(sums, span, axis=1)
-
-    change, size = over_span(jax.lax.stop_gradient(fall)), over_span(mask.astype(jnp.float32))
+    goes_on = mask[:, :-1] if segment_ids is None else mask[:, :-1] & (segment_ids[:, 1:] == segment_ids[:, :-1])
+    span = jnp.cumsum(mask & ~jnp.pad(goes_on, ((0, 0), (1, 0))), axis=1)
+    change, size = sums_within(jax.lax.stop_gradient(fall), span), sums_within(mask.astype(jnp.float32), span)
     wanted = advantages > 0 if config.llds_gate == "positive" else advantages >= 0
     fallen = mask & wanted & (change > config.llds_slack * size)
     return jnp.where(fallen, jax.nn.relu(fall), 0.0).sum(), fallen.astype(jnp.float32).sum()
 
 
-def loss_denominator(mask: jax.Array, config: GRPOConfig) -> jax.Array:
-    """What a loss over `mask` [B, T] is divided by. Rows without a trained token count nowhere."""
-    tokens = mask.astype(jnp.float32).sum(-1)
-    rows = (tokens > 0).astype(jnp.float32).sum()
-    return {"token_mean": tokens.sum(), "seq_mean": rows, "dr_grpo": rows * config.normaliser}[config.aggregation]
-
-
-def _aggregate(loss: jax.Array, mask: jax.Array, config: GRPOConfig) -> tuple[jax.Array, jax.Array]:
-    """(sum, denominator) of a masked per-token loss [B, T]."""
-    if config.aggregation == "seq_mean":
-        loss = loss / jnp.maximum(mask.astype(jnp.float32).sum(-1, keepdims=True), 1.0)
-    return loss.sum(), loss_denominator(mask, config)
+def loss_denominator(mask: jax.Array, config: GRPOConfig, segment_ids: jax.Array | None = None) -> jax.Array:
+    """What a loss over `mask` [B, T] is divided by. Rollouts without a trained token count nowhere."""
+    if config.aggregation == "token_mean":
+        return mask.astype(jnp.float32).sum()
+    rollouts = last_of_each(mask, segment_ids).astype(jnp.float32).sum()
+    return rollouts if config.aggregation == "seq_mean" else rollouts * config.normaliser

@@ -13,6 +13,9 @@ import jax.numpy as jnp
 
 from bridge_jax.models import qwen2
 
+# At once: 268 MB in float32, of which a backward pass holds a few copies. Qwen2.5's 151,936 entries make it 256 tokens.
+LOGITS = 1 << 26
+
 
 def token_logps(
     hidden: jax.Array, unembed_fn: Callable[[jax.Array], jax.Array], targets: jax.Array, chunk: int = 1024
@@ -54,10 +57,13 @@ def token_logps(
 def sequence_logps(model, variables, tokens, *, positions=None, segment_ids=None, chunk: int = 1024) -> tuple[jax.Array, jax.Array]:
     """Log-prob and entropy of every token of whole sequences, aligned to the token itself.
 
+    chunk: tokens unembedded at once; fewer where the vocabulary is so large that they would be more than `LOGITS` logits.
+
     tokens [B, T] int32, positions [B, T], segment_ids [B, T] (0 = padding), as `models.qwen2.Qwen2` takes them.
     Returns two [B, T] float32 arrays: entry t of the first is log pi(tokens[t] | tokens[<t]); entry 0 is 0. At tokens that
     start a segment the value has no meaning: mask them.
     """
+    chunk = min(chunk, max(64, 1 << (LOGITS // model.config.vocab_size).bit_length() - 1))
     hidden = model.apply(variables, tokens, positions=positions, segment_ids=segment_ids, output="hidden")
     logp, entropy = token_logps(
         hidden, lambda x: qwen2.unembed(variables["params"], x, model.config), jnp.roll(tokens, -1, axis=1), chunk

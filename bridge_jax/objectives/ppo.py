@@ -1,10 +1,11 @@
 """PPO: rewards with a KL penalty per token, generalised advantages over generated tokens, the clipped value loss.
 
 Sources: METHOD 9 (Search-R1); GAE: arXiv 1506.02438, eq. 16; the rest as in verl's `core_algos` (KL penalty "kl", `masked_whiten`,
-`compute_value_loss`). The policy's loss is `grpo.policy_loss` with these advantages [B, T] and no KL term of its own.
+`compute_value_loss`). The policy's loss is `grpo.policy_loss` with these advantages a token and no KL term of its own.
 
 Observations are not actions: rewards, values and the recursion live on generated tokens alone, and the successor of the last token
-of a generation is the first token of the next one. Shapes: B rows, T tokens.
+of a generation is the first token of the next one. Shapes: T tokens in each of some rows; a row holds one rollout, or several that
+`segment_ids` [..., T] tell apart (`objectives.segments`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+
+from bridge_jax.objectives.segments import last_of_each
 
 WHITEN_EPSILON = 1e-8
 
@@ -33,42 +36,53 @@ class PPOConfig:
 
 
 def token_rewards(
-    outcomes: jax.Array, old_logps: jax.Array, ref_logps: jax.Array | None, mask: jax.Array, kl_coef: float
+    outcomes: jax.Array,
+    old_logps: jax.Array,
+    ref_logps: jax.Array | None,
+    mask: jax.Array,
+    kl_coef: float,
+    segment_ids: jax.Array | None = None,
 ) -> jax.Array:
-    """Reward of every token [B, T] float32: - kl_coef (old - ref) on generated tokens, the outcome on the last of them.
+    """Reward of every token [..., T] float32: - kl_coef (old - ref) on generated tokens, the outcome on a rollout's last of them.
 
-    outcomes [B]; old_logps, ref_logps [B, T]: the sampler's and the reference's log-probs (None: no penalty); mask [B, T] bool:
-    generated tokens. 0 elsewhere, whatever lies there.
+    outcomes [...] of rows of one rollout, or [..., T] of each token's rollout; old_logps, ref_logps [..., T]: the sampler's and the
+    reference's log-probs (None: no penalty); mask [..., T] bool: generated tokens. 0 elsewhere, whatever lies there.
     """
-    mask = jnp.asarray(mask, bool)
-    after = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]  # masked tokens from here on, this one included
-    rewards = jnp.where(mask & (after == 1), jnp.asarray(outcomes, jnp.float32)[:, None], 0.0)
+    mask, outcomes = jnp.asarray(mask, bool), jnp.asarray(outcomes, jnp.float32)
+    outcomes = outcomes[..., None] if outcomes.ndim < mask.ndim else outcomes
+    rewards = jnp.where(last_of_each(mask, segment_ids), outcomes, 0.0)
     if ref_logps is not None:
         rewards = rewards - kl_coef * jnp.where(mask, old_logps - ref_logps, 0.0)
     return rewards
 
 
 def gae(
-    rewards: jax.Array, values: jax.Array, mask: jax.Array, discount: float = 1.0, gae_lambda: float = 1.0
+    rewards: jax.Array,
+    values: jax.Array,
+    mask: jax.Array,
+    discount: float = 1.0,
+    gae_lambda: float = 1.0,
+    segment_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Generalised advantages and the returns that the critic learns: (A, A + V), both [B, T] float32, 0 off the mask.
+    """Generalised advantages and the returns that the critic learns: (A, A + V), both [..., T] float32, 0 off the mask.
 
-    rewards, values, mask [B, T]; V_t is the value *before* token t. Over the masked tokens of a row, t' being the next of them:
+    rewards, values, mask [..., T]; V_t is the value *before* token t. Over the masked tokens of a rollout, t' being the next one:
     delta_t = r_t + discount V_t' - V_t and A_t = delta_t + discount lambda A_t'; nothing follows the last one.
     """
     mask = jnp.asarray(mask, bool)
     rewards, values = (jnp.where(mask, x, 0.0).astype(jnp.float32) for x in (rewards, values))
 
     def back(carry, column):
-        next_value, next_advantage = carry  # [B] each: of the next generated token
-        reward, value, generated = column
+        reward, value, generated, last = column
+        next_value, next_advantage = (jnp.where(last, 0.0, x) for x in carry)  # of the rollout's next generated token
         advantage = reward + discount * next_value - value + discount * gae_lambda * next_advantage
         carry = jnp.where(generated, value, next_value), jnp.where(generated, advantage, next_advantage)
         return carry, jnp.where(generated, advantage, 0.0)
 
-    start = (jnp.zeros_like(rewards[:, 0]),) * 2
-    _, advantages = jax.lax.scan(back, start, (rewards.T, values.T, mask.T), reverse=True)
-    return advantages.T, advantages.T + values
+    columns = jax.tree.map(lambda x: jnp.moveaxis(x, -1, 0), (rewards, values, mask, last_of_each(mask, segment_ids)))
+    start = (jnp.zeros_like(rewards[..., 0]),) * 2
+    advantages = jnp.moveaxis(jax.lax.scan(back, start, columns, reverse=True)[1], 0, -1)
+    return advantages, advantages + values
 
 
 def masked_moments(x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -96,7 +110,7 @@ def value_loss(
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """The clipped value loss, as sums: 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) per generated token.
 
-    values, old_values, returns, mask [B, T]. Returns (loss sum, masked tokens, {"clip_fraction": tokens that the clip decided}).
+    values, old_values, returns, mask [..., T]. Returns (loss sum, masked tokens, {"clip_fraction": tokens that the clip decided}).
     An empty mask gives zeros; what lies off the mask, even NaN, never matters.
     """
     mask = jnp.asarray(mask, bool)

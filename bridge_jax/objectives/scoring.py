@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from bridge_jax.mesh import batch_sharding
+from bridge_jax.mesh import batch_sharding, batch_ways
 from bridge_jax.objectives.credit import document_log_likelihood
 from bridge_jax.rollout import protocol
 
@@ -182,8 +182,7 @@ class Scorer:
 
     def _cuts(self, count: int) -> Iterator[tuple[int, int, int]]:
         """(first, last, rows) of each batch of `count` requests."""
-        mesh = self.model.mesh
-        ways = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+        ways = batch_ways(self.model.mesh)
         size = -(-self.config.turns_per_batch // ways) * ways
         few = size if size < 16 else -(-(size // 8) // ways) * ways
         full = count // size * size

@@ -31,10 +31,10 @@ from bridge_jax.objectives.bilevel import (
     Rollouts,
     StepConfig,
     Turns,
+    one_minibatch,
     policy_gradient,
     policy_variables,
     retriever_step,
-    split_rows,
 )
 from bridge_jax.objectives.credit import differentiable_log_likelihood
 from bridge_jax.objectives.rag import responsibilities
@@ -149,7 +149,7 @@ def policy_gradients(
     Args:
       state: with eta* (`with_star`). owners, batches: as in `correction`.
     """
-    rows = jax.tree.map(lambda x: x[0], split_rows(config, rollouts, 1))
+    rows = one_minibatch(rollouts)
     one_state = _policy_gradient(_language_model_alone(config), modules, frozen.policy, state.policy, rows)[0]
     gradients, turns_in = {"one_state": one_state}, int(np.asarray(turns.mask).sum())
     for estimator in ("two_state", "drop"):

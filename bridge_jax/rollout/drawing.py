@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-SLICE = 64  # the most likely ids that top-k and top-p choose from; V is never sorted
+from bridge_jax.rollout.limits import SLICE
 
 
 def draw(logits: jax.Array, uniform: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ import numpy as np
 
 from bridge_jax.data.qa import Question
 from bridge_jax.errors import UserError
-from bridge_jax.rollout.drawing import SLICE
+from bridge_jax.rollout.limits import check_sampling
 
 Status = Literal["answered", "no_answer", "truncated", "context_full", "environment_fault"]
 
@@ -52,14 +52,7 @@ class RolloutConfig:
             least = 0 if name in ("max_searches", "max_passage_tokens", "top_p", "top_k", "min_new_tokens", "overlap_search") else 1
             if value < least:
                 raise UserError(f"rollout.{name} = {value}: must be at least {least}")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"rollout.top_p = {self.top_p}: must be above 0 and at most 1 (1: all tokens)")
-        if self.top_k > SLICE:
-            raise UserError(f"rollout.top_k = {self.top_k}: must be at most {SLICE} (0: all tokens)")
-        if self.min_new_tokens > self.max_new_tokens:
-            raise UserError(
-                f"rollout.min_new_tokens = {self.min_new_tokens} is above rollout.max_new_tokens = {self.max_new_tokens}; lower it"
-            )
+        check_sampling(self, "rollout.")
         if self.shown > self.candidates:
             raise UserError(f"rollout.shown = {self.shown} is above rollout.candidates = {self.candidates}; lower it")
 

@@ -7,6 +7,7 @@ import hashlib
 import logging
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -16,8 +17,9 @@ from bridge_jax.data.cache import cache_dir
 from bridge_jax.data.formats import canonical_name
 from bridge_jax.data.qa import OFFICIAL
 from bridge_jax.errors import UserError
-from bridge_jax.mesh import make_mesh
+from bridge_jax.mesh import batch_ways, make_mesh
 from bridge_jax.models import e5, hub, qwen2
+from bridge_jax.models.attention_kernels import choose_backend
 from bridge_jax.models.lora import E5_TARGETS, LoRAConfig
 from bridge_jax.retrieval.corpus import Corpus
 from bridge_jax.retrieval.index import build_index, open_index
@@ -56,7 +58,7 @@ def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True
     """
     refuse_strange_corpus(config)
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    ways = batch_ways(mesh)
     if config.grpo.microbatch % ways:
         log.warning(
             "config.grpo.microbatch=%d does not split over %d batch devices: each computes every row; use a multiple of %d",
@@ -66,15 +68,17 @@ def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True
     corpus = Corpus.open(corpus_path(config), limit=config.index.limit or None)
     encoder = load_encoder(config, mesh)
     source = policy_source(config, Path(workdir)) if use_warmstart else config.policy.model
+    folder, compute_dtype = hub.resolve(source), jnp.dtype(config.policy.compute_dtype)
+    head_dim = qwen2.config_from_folder(folder).head_dim
     policy, base_params = qwen2.load(
-        source,
-        dtype=jnp.float32 if config.policy.trainable == "full" else jnp.dtype(config.policy.compute_dtype),
+        folder,
+        dtype=jnp.float32 if config.policy.trainable == "full" else compute_dtype,
         mesh=mesh,
-        compute_dtype=jnp.dtype(config.policy.compute_dtype),
+        compute_dtype=compute_dtype,
         lora=policy_lora(config),
         remat=config.policy.remat,
+        attention=choose_backend(config.policy.attention, jax.devices()[0], compute_dtype, head_dim),
     )
-    folder = hub.resolve(source)
     tokenizer = qwen2.load_tokenizer(folder)
     eos_ids = qwen2.eos_ids(folder, tokenizer)
     index = open_or_build_index(config, encoder, corpus, mesh)  # last: everything that can be wrong is found before the long work

@@ -1,4 +1,4 @@
-"""Episodes -> the padded arrays of one step. Lengths fall into few buckets, so that few programs are compiled."""
+"""Episodes -> the packed arrays of one step. Lengths fall into few buckets, so that few programs are compiled."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from bridge_jax.mesh import batch_sharding
+from bridge_jax.mesh import BATCH, batch_ways
 from bridge_jax.models import e5
 from bridge_jax.objectives.bilevel import Rollouts, Turns
 from bridge_jax.rollout.episodes import Episode
+from bridge_jax.training import packing as packings
 from bridge_jax.training.assets import Assets
 from bridge_jax.training.next_action import TurnCredit
+from bridge_jax.training.packing import Packing
 
 LENGTH_BUCKETS = 8  # padded rollout lengths there may be
 
@@ -25,42 +27,68 @@ def rollout_length(longest: int, limit: int) -> int:
 
 
 def pack_rollouts(
-    episodes: Sequence[Episode], rewards: np.ndarray, advantages: np.ndarray, trained: np.ndarray, limit: int
+    config: ConfigDict, mesh, episodes: Sequence[Episode], rewards: np.ndarray, advantages: np.ndarray, trained: np.ndarray
 ) -> Rollouts:
-    """B rollouts as rows [B, T]: prompt, then everything that followed.
+    """A step's rollouts, packed. One without a trained token counts nowhere and takes no place.
 
     Args:
-      rewards, advantages: [B] float32. trained: [B] bool, False for rows that count nowhere (environment faults, filtered groups).
-      limit: the longest row there can be, in tokens.
+      rewards, advantages: [B] float32. trained: [B] bool, False for rollouts that count nowhere (faults, filtered groups).
     """
-    B = len(episodes)
-    # An episode without a token (its prompt was too long) leaves its row empty.
-    T = rollout_length(max((len(e.prompt) + len(e.tokens) for e in episodes if len(e.tokens)), default=1), limit)
-    tokens, segments = np.zeros((B, T), np.int32), np.zeros((B, T), np.int32)
-    mask, logps = np.zeros((B, T), bool), np.zeros((B, T), np.float32)
-    for b, episode in enumerate(episodes):
-        if not len(episode.tokens):
-            continue
-        start, end = len(episode.prompt), len(episode.prompt) + len(episode.tokens)
-        tokens[b, :start], tokens[b, start:end] = episode.prompt, episode.tokens
-        segments[b, :end] = 1
-        mask[b, start:end] = episode.generated & trained[b]
-        logps[b, start:end] = episode.logps
-    positions = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
-    advantages, rewards = np.asarray(advantages, np.float32), np.asarray(rewards, np.float32)
-    return Rollouts(tokens, positions, segments, mask, logps, advantages, rewards=rewards)
+    lengths = [
+        len(e.prompt) + len(e.tokens) if wanted and np.any(e.generated) else 0 for e, wanted in zip(episodes, trained, strict=True)
+    ]
+    longest = rollout_length(max(1, *lengths), config.rollout.max_prompt_tokens + config.rollout.max_response_tokens)
+    minibatch = config.grpo.minibatch_questions * config.grpo.group_size
+    packing = packings.pack(lengths, minibatch, config.grpo.microbatch, longest, batch_ways(mesh))
+    return lay_out(packing, episodes, rewards, advantages, trained)
 
 
-def choose_turns(episodes: Sequence[Episode], limit: int, seed: int, step: int) -> list[tuple[int, int]]:
-    """Up to `limit` executed searches as (episode number, turn number), zero-advantage ones included; a seeded draw from more.
+def lay_out(
+    packing: Packing, episodes: Sequence[Episode], rewards: np.ndarray, advantages: np.ndarray, trained: np.ndarray
+) -> Rollouts:
+    """The arrays [S, P, R, T] of a packing: of each rollout its prompt, then everything that followed. Arguments as above."""
+    P, R, T = packing.shape
 
-    Searches of environment faults are left out: their rollouts carry no outcome.
-    """
-    turns = [(i, t) for i, e in enumerate(episodes) if e.status != "environment_fault" for t in range(len(e.turns))]
-    if len(turns) > limit:
-        keep = np.random.default_rng([seed, step]).choice(len(turns), limit, replace=False)
-        turns = [turns[i] for i in sorted(keep)]
-    return turns
+    def zeros(dtype):
+        return np.zeros((len(packing.minibatches), P, R, T), dtype)
+
+    tokens, positions, segments, mask = zeros(np.int32), zeros(np.int32), zeros(np.int32), zeros(bool)
+    logps, advantage, reward = zeros(np.float32), zeros(np.float32), zeros(np.float32)
+    for s, rows in enumerate(packing.minibatches):
+        for number, row in enumerate(rows):
+            at = (s, *divmod(number, R))
+            start = 0
+            for segment, b in enumerate(row, 1):
+                episode = episodes[b]
+                own, end = start + len(episode.prompt), start + len(episode.prompt) + len(episode.tokens)
+                tokens[at][start:own], tokens[at][own:end] = episode.prompt, episode.tokens
+                positions[at][start:end] = np.arange(end - start)
+                segments[at][start:end] = segment
+                mask[at][own:end] = episode.generated & trained[b]
+                logps[at][own:end] = episode.logps
+                advantage[at][start:end], reward[at][start:end] = advantages[b], rewards[b]
+                start = end
+    return Rollouts(tokens, positions, segments, mask, logps, advantage, rewards=reward)
+
+
+def packing_fill(rollouts: Rollouts) -> float:
+    """Real tokens / computed tokens; 0 when there are none."""
+    real = np.asarray(rollouts.segment_ids) > 0
+    computed = np.any(real, (2, 3)).sum() * real[0, 0].size  # empty micro-batches are left out
+    return float(real.sum() / max(computed, 1))
+
+
+def executed_searches(episodes: Sequence[Episode]) -> list[tuple[int, int]]:
+    """(episode number, turn number) of every turn. Those of environment faults are left out: their rollouts carry no outcome."""
+    return [(i, t) for i, e in enumerate(episodes) if e.status != "environment_fault" for t in range(len(e.turns))]
+
+
+def choose(credits: Sequence[TurnCredit], limit: int, seed: int, step: int) -> list[TurnCredit]:
+    """Up to `limit` of a step's turns, zero-advantage ones included; a seeded draw from more."""
+    if len(credits) <= limit:
+        return list(credits)
+    keep = np.random.default_rng([seed, step]).choice(len(credits), limit, replace=False)
+    return [credits[i] for i in sorted(keep)]
 
 
 def turn_rows(config: ConfigDict) -> int:
@@ -70,11 +98,12 @@ def turn_rows(config: ConfigDict) -> int:
 
 
 def pack_turns(assets: Assets, credits: Sequence[TurnCredit], advantages: np.ndarray, rows: int) -> Turns:
-    """Scored turns as arrays of `rows` rows; masked turns, and rows beyond `credits`, have mask False.
+    """Scored turns as arrays of `rows` rows; rows beyond them have mask False.
 
     Args:
-      advantages: [B] of the episodes.
+      credits: masked ones, which have no row, come last. advantages: [B] of the episodes.
     """
+    credits = [credit for credit in credits if credit.kind != "masked"]
     C, U = assets.engine.candidates, len(credits)
     ids = e5.tokenize(assets.encoder, [credit.turn.query for credit in credits], kind="query") or [[]]
     query_tokens, query_mask = e5.pad(assets.encoder, ids, rows)
@@ -93,9 +122,9 @@ def pack_turns(assets: Assets, credits: Sequence[TurnCredit], advantages: np.nda
 
 
 def place(batch: Rollouts | Turns, mesh):
-    """On the devices: leading axes split over the mesh's batch axes where they divide."""
+    """On the devices: the rows split over the mesh's batch axes where they divide."""
     if mesh is None:
         return jax.tree.map(jax.numpy.asarray, batch)
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
-    whole = jax.sharding.NamedSharding(mesh, jax.P())
-    return jax.tree.map(lambda x: jax.device_put(x, batch_sharding(mesh) if x.shape[0] % ways == 0 else whole), batch)
+    axis = 2 if isinstance(batch, Rollouts) else 0
+    split, whole = (jax.sharding.NamedSharding(mesh, jax.P(*(None,) * axis, rows)) for rows in (BATCH, None))
+    return jax.tree.map(lambda x: jax.device_put(x, whole if x.shape[axis] % batch_ways(mesh) else split), batch)

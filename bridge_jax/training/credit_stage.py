@@ -22,7 +22,8 @@ from bridge_jax.training.next_action import TurnCredit, credit_of
 class Credited:
     """What a step credits.
 
-    credits: the chosen turns, masked ones included. turns: the padded arrays, a row a credit. requests: what was scored.
+    credits: the chosen turns, then the masked ones, which no limit leaves out. turns: the padded arrays, a row a credit that is not
+    masked. requests: what was scored.
     owners: the place in `credits` of the turn that each request belongs to; a turn's likelihood is the sum over its requests.
     """
 
@@ -52,8 +53,10 @@ class CreditStage:
           variables: the policy that wrote the episodes (theta_n). scores, advantages: [B] float32, episodes in groups of G.
         """
         config, assets = self.config, self.assets
-        chosen = batches.choose_turns(episodes, config.credit.max_turns, config.train.seed, step)
-        credits = [credit_of(config, episodes, scores, i, t) for i, t in chosen]
+        credits = [credit_of(config, episodes, scores, i, t) for i, t in batches.executed_searches(episodes)]
+        masked = [credit for credit in credits if credit.kind == "masked"]
+        wanted = [credit for credit in credits if credit.kind != "masked"]
+        credits = batches.choose(wanted, config.credit.max_turns, config.train.seed, step) + masked
         asked = [(u, request) for u, credit in enumerate(credits) for request in self._requests(episodes, credit)]
         owners, requests = [u for u, _ in asked], [request for _, request in asked]
         credits = self.scored(variables, credits, requests, owners)

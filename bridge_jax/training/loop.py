@@ -38,7 +38,7 @@ from bridge_jax.training.methods import method_of, stage_of, total_steps
 from bridge_jax.training.metrics import RunLog, read_metrics
 from bridge_jax.training.session import claim
 from bridge_jax.training.state import Learner, fingerprint
-from bridge_jax.training.workdir import exclusive
+from bridge_jax.training.workdir import exclusive, written_field
 
 log = logging.getLogger(__name__)
 
@@ -63,16 +63,17 @@ def run(config: ConfigDict, workdir: Path, evaluate: Evaluate) -> Path:
     state = learner.init()
     build_prompt(stream.batch_at(0)[0], assets.tokenizer, config.rollout.prompt)  # an unknown style is told before the claim
     with exclusive(workdir):
+        every = max(config.train.checkpoint_every, written_field(workdir, "train.checkpoint_every", 0))
+        checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep, fingerprint(config, assets))
+        start = checkpoints.latest() or 0
+        _refuse_lost_checkpoints(workdir, start, every)
         claim(config, workdir)
-        return _train(config, workdir, evaluate, assets, learner, state, stream)
+        if start:
+            state = checkpoints.restore(start, state)
+        return _train(config, workdir, evaluate, assets, learner, state, stream, checkpoints, start)
 
 
-def _train(config, workdir: Path, evaluate: Evaluate, assets: Assets, learner: Learner, state, stream: QuestionStream) -> Path:
-    checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep, fingerprint(config, assets))
-    start = checkpoints.latest() or 0
-    if start:
-        state = checkpoints.restore(start, state)
-    _refuse_lost_checkpoints(config, workdir, start)
+def _train(config, workdir, evaluate, assets, learner, state, stream, checkpoints: Checkpoints, start: int) -> Path:
     run_log = RunLog(workdir, start, config.train.tensorboard, config.train.wandb, configuration.flatten(config))
     loop = Loop(config, assets, learner, stream, run_log)
     total = total_steps(config)
@@ -99,11 +100,14 @@ def _train(config, workdir: Path, evaluate: Evaluate, assets: Assets, learner: L
     return workdir
 
 
-def _refuse_lost_checkpoints(config: ConfigDict, workdir: Path, start: int) -> None:
-    """Metrics far beyond the newest checkpoint mean that checkpoints are gone: going on would delete what they were measured on."""
+def _refuse_lost_checkpoints(workdir: Path, start: int, every: int) -> None:
+    """Metrics far beyond the newest checkpoint mean that checkpoints are gone: going on would delete what they were measured on.
+
+    every: steps between checkpoints while those metrics were written.
+    """
     rows = read_metrics(workdir / "metrics.jsonl")
     last = rows[-1]["step"] if rows else 0
-    if last - start > 2 * config.train.checkpoint_every:  # the newest may have been on its way to disk
+    if last - start > 2 * every:  # the newest may have been on its way to disk
         raise UserError(
             f"{workdir / 'metrics.jsonl'} goes to step {last}, but the newest checkpoint is of step {start}: put the missing ones "
             "back, or use another --workdir"
@@ -130,7 +134,6 @@ class Loop:
         self.config, self.assets, self.learner, self.stream, self.log = config, assets, learner, stream, log
         self._key = jax.random.key(config.train.seed)
         self._credit = CreditStage(config, assets)
-        self._longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
         self._gap_limit = 1e-3 if config.policy.compute_dtype == "float32" else 2e-2
         self._skipped = 0  # steps in a row with a skipped update; a resumed run reads them and the counts back
         self._counts = dict.fromkeys(COUNTS, 0)
@@ -192,7 +195,8 @@ class Loop:
             trained = valid.copy()
             if config.grpo.filter_zero_advantage:
                 trained &= np.asarray(informative_groups(groups, valid))[:, None]
-            rollouts = batches.pack_rollouts(episodes, scores, advantages, trained.reshape(-1), self._longest)
+            rollouts = batches.pack_rollouts(config, assets.mesh, episodes, scores, advantages, trained.reshape(-1))
+            metrics["policy/packing_fill"] = batches.packing_fill(rollouts)
             state, learned = learner.policy_step(state, rollouts, correction)
             metrics |= {name: float(value) for name, value in learned.items()}
             clock.lap("policy")

@@ -9,6 +9,7 @@ This module imports nothing of the project: `bridge_jax.config` reads the names 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from ml_collections import ConfigDict
@@ -34,7 +35,8 @@ class Method:
     use_outcome, use_rag: the retriever's loss has J_ret, has gamma L_RAG (METHOD 3). Neither: eta stays the base encoder.
     estimator: the policy's gradient (METHOD 1). "one_state": grad J_RL. "drop": + gamma grad L_RAG(eta_gamma). "two_state":
       + gamma [grad L_RAG(eta_gamma) - grad L_RAG(eta*)], which carries eta*, a second retriever that descends L_RAG alone.
-    implied, at_most: config fields that choosing the method sets, or caps, unless the command line says otherwise.
+    implied, at_most: config fields that choosing the method sets, or caps, unless the command line says otherwise. An implied value
+      may be a function of the configuration as it stands once caps and earlier values are set.
     """
 
     summary: str
@@ -57,7 +59,20 @@ METHODS = {
     "search_r1": Method(  # METHOD 9
         "GRPO on the policy alone as Search-R1 sets it: 4 searches, groups of 5, short turns, a larger KL",
         (POLICY,),
-        implied={"rollout.max_searches": 4, "grpo.group_size": 5, "grpo.kl_coef": 1e-3},
+        implied={
+            "rollout.max_searches": 4,
+            "grpo.group_size": 5,
+            "grpo.kl_coef": 1e-3,
+            "grpo.minibatch_questions": lambda c: max(1, c.train.questions // 2),  # 256 of 512
+            "grpo.microbatch": lambda c: math.gcd(c.grpo.microbatch, c.grpo.minibatch_questions * c.grpo.group_size),
+            # 0.285 of the steps, in updates.
+            "grpo.warmup_steps": lambda c: round(0.285 * c.train.steps * c.train.questions / c.grpo.minibatch_questions),
+            # Room for every search and a last answer.
+            "rollout.max_response_tokens": lambda c: max(
+                c.rollout.max_response_tokens,
+                (c.rollout.max_searches + 1) * c.rollout.max_new_tokens + c.rollout.max_searches * c.rollout.max_observation_tokens,
+            ),
+        },
         at_most={"rollout.max_new_tokens": 500, "rollout.max_observation_tokens": 500},
     ),
     "rag_then_rl": Method(

@@ -8,9 +8,11 @@ next_action and `credit.first_hop = mask` then act on the same turns, so that th
 next span is always a search; a sibling's may be an answer.
 
 The span is the rollout's own when it succeeded, else that of a succeeded sibling of its group at the same turn number, scored
-after the failed rollout's own history and candidates. Of several siblings the first, in sample order, that searched there once more
-(as the credited rollout did; on a two-hop question an answer at that point was a lucky one), and only then the first that answered.
-A span that a corrective observation or the end of the context cut off is no action and is passed over.
+after the failed rollout's own history and candidates. `credit.sibling` says which siblings may serve: those with the same tokens up
+to the search ("history", METHOD 12), with the same query ("query", for long thoughts, which are never equal twice), or "any". Of
+several siblings the first, in sample order, that searched there once more (as the credited rollout did; on a two-hop question an
+answer at that point was a lucky one), and only then the first that answered. A span that a corrective observation or the end of the
+context cut off is no action and is passed over.
 
 Known limit: on a one-hop question the next action after a miss is to ask again, which is likeliest under an unhelpful passage.
 """
@@ -24,6 +26,7 @@ from typing import Literal
 import numpy as np
 from ml_collections import ConfigDict
 
+from bridge_jax.objectives.rewards import normalize_answer
 from bridge_jax.rollout.episodes import Episode, Turn
 
 Kind = Literal["answer", "next_action", "both", "masked"]
@@ -61,19 +64,22 @@ def credit_of(config: ConfigDict, episodes: Sequence[Episode], scores: np.ndarra
         return TurnCredit(episode, number, turn, "masked")
     if credit.target == "answer":
         return TurnCredit(episode, number, turn, "answer")
-    found = successful_span(episodes, scores, config.grpo.group_size, episode, number)
+    found = successful_span(episodes, scores, config.grpo.group_size, episode, number, credit.sibling)
     if found is None:
         return TurnCredit(episode, number, turn, "masked" if credit.no_span == "zero" else "answer")
     return TurnCredit(episode, number, turn, credit.target, *found)
 
 
 def successful_span(
-    episodes: Sequence[Episode], scores: np.ndarray, group_size: int, episode: int, number: int
+    episodes: Sequence[Episode], scores: np.ndarray, group_size: int, episode: int, number: int, sibling: str = "history"
 ) -> tuple[np.ndarray, Author] | None:
     """The next action to score a turn by (see the module's text) and its author; None when no successful rollout has one."""
+    ours = _shared(episodes[episode], number, sibling)
     first = episode // group_size * group_size
     group = sorted(range(first, first + group_size), key=lambda i: (i != episode, not _searched_again(episodes[i], number), i))
     for i in group:
+        if i != episode and _shared(episodes[i], number, sibling) != ours:
+            continue
         if scores[i] >= 1.0 and (span := next_span(episodes[i], number)) is not None:
             return span, "own" if i == episode else "sibling"
     return None
@@ -91,6 +97,16 @@ def next_span(episode: Episode, number: int) -> np.ndarray | None:
     else:
         return None
     return episode.tokens[start:end] if episode.generated[start:end].all() else None
+
+
+def _shared(episode: Episode, number: int, sibling: str) -> object:
+    """What a sibling must have in common with a rollout at a turn; the prompt they always share. None without such a turn."""
+    if number >= len(episode.turns):
+        return None
+    turn = episode.turns[number]
+    if sibling == "history":
+        return episode.tokens[: turn.history].tobytes()
+    return normalize_answer(turn.query) if sibling == "query" else ""
 
 
 def _searched_again(episode: Episode, number: int) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from bridge_jax.errors import UserError
+from bridge_jax.objectives.bilevel import BridgeState
 from bridge_jax.training.assets import Assets, load_assets
 from bridge_jax.training.checkpoints import Checkpoints
 from bridge_jax.training.methods import method_of
@@ -19,8 +20,10 @@ MAY_CHANGE = (
     "train.steps", "train.eval_every", "train.checkpoint_every", "train.keep", "train.log_rollouts_every", "train.tensorboard",
     "train.wandb", "train.max_skipped_updates",
 )  # fmt: skip
-# A finished run may also be used on other questions. (Within a run they stay: its evaluations are compared with each other.)
-USE_MAY_CHANGE = (*MAY_CHANGE, "data.eval", "data.eval_split", "data.eval_limit", "rollout.batch_groups", "rollout.chunk")
+# A finished run may also be used on other questions and machines. (Within a run they stay: its evaluations are compared.)
+USE_MAY_CHANGE = (
+    *MAY_CHANGE, "data.eval", "data.eval_split", "data.eval_limit", "rollout.batch_groups", "rollout.chunk", "policy.attention",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +43,12 @@ def open_session(config: ConfigDict, workdir: Path, which: str = "best") -> Sess
     Raises:
       UserError: no checkpoint there, or one of another configuration.
     """
+    learner, state = open_state(config, workdir, which)
+    return Session(learner.assets, learner.policy_variables(state), learner.retriever_lora(state), int(state.step))
+
+
+def open_state(config: ConfigDict, workdir: Path, which: str = "best") -> tuple[Learner, BridgeState]:
+    """The same with everything a step reads, optimisers included."""
     workdir = Path(workdir)
     folder = workdir / "checkpoints"
     claim_workdir(config, workdir, may_change=USE_MAY_CHANGE, write=False)
@@ -47,7 +56,7 @@ def open_session(config: ConfigDict, workdir: Path, which: str = "best") -> Sess
         raise UserError(f"{workdir} holds no checkpoint: train first (python -m bridge_jax.train), or use --checkpoint=start")
     assets = load_assets(config, workdir)
     learner = Learner(config, assets)
-    state, step = learner.init(), 0
+    state = learner.init()
     if which != "start":
         checkpoints = Checkpoints(folder, config.train.keep, fingerprint(config, assets), read_only=True)
         step = checkpoints.best() if which == "best" else checkpoints.latest()
@@ -55,7 +64,7 @@ def open_session(config: ConfigDict, workdir: Path, which: str = "best") -> Sess
             raise UserError(f"{folder} holds no finished checkpoint: train first, or use --checkpoint=start")
         state = checkpoints.restore(step, state)
         checkpoints.close()
-    return Session(assets, learner.policy_variables(state), learner.retriever_lora(state), step)
+    return learner, state
 
 
 def claim(config: ConfigDict, workdir: Path, write: bool = True) -> None:

@@ -30,7 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bridge_jax.errors import UserError
 from bridge_jax.files import write_text
-from bridge_jax.mesh import batch_sharding
+from bridge_jax.mesh import batch_sharding, batch_ways
 from bridge_jax.models.qwen2 import Qwen2, unembed
 from bridge_jax.objectives.logprobs import token_logps
 from bridge_jax.training.metrics import read_metrics
@@ -155,7 +155,7 @@ class Trainer:
         return sum(float(s) for s, _ in sums) / sum(float(n) for _, n in sums)
 
     def _place(self, batch: SFTBatch) -> SFTBatch:
-        if self._mesh is None or self.config.microbatch % (self._mesh.shape["data"] * self._mesh.shape["fsdp"]):
+        if self._mesh is None or self.config.microbatch % batch_ways(self._mesh):
             return jax.tree.map(jnp.asarray, batch)
         return jax.device_put(batch, batch_sharding(self._mesh))
 

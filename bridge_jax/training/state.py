@@ -71,8 +71,6 @@ def step_config(config: ConfigDict) -> bilevel.StepConfig:
     return bilevel.StepConfig(
         grpo=grpo_config(config),
         policy_optimizer=bilevel.OptimizerConfig(g.lr, g.weight_decay, g.grad_clip, g.warmup_steps),
-        minibatch=g.minibatch_questions * g.group_size,
-        microbatch=g.microbatch,
         trainable=config.policy.trainable,
         retriever=retriever_loss_config(config),
         retriever_optimizer=bilevel.OptimizerConfig(c.lr, c.weight_decay, c.grad_clip, c.warmup_steps),

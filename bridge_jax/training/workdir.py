@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from bridge_jax.config import flatten
+from bridge_jax.config import default, flatten
 from bridge_jax.errors import UserError
 from bridge_jax.files import write_text
 
@@ -36,6 +36,8 @@ def claim_workdir(
 ) -> None:
     """Write `<workdir>/<name>`, or compare with the one there: a run folder belongs to one configuration.
 
+    A field that the written one lacks is newer than the folder: its default is what the run was made with.
+
     Args:
       may_change: fields that a rerun may change (`train.steps`: train longer).
       write: False only compares.
@@ -46,10 +48,10 @@ def claim_workdir(
     path = Path(workdir) / name
     if Path(workdir).exists() and not Path(workdir).is_dir():
         raise UserError(f"{workdir} is a file: give a folder as --workdir")
-    resolved = {key: list(value) if isinstance(value, tuple | list) else value for key, value in flatten(config).items()}
+    resolved = _plain(flatten(config))
     if path.exists():
         try:
-            old = json.loads(path.read_text(encoding="utf-8"))
+            old = _plain(flatten(default())) | json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise UserError(f"{path} is not readable JSON ({error}): use another --workdir") from error
         differ = [k for k in sorted(resolved.keys() | old.keys()) if resolved.get(k) != old.get(k) and k not in may_change]
@@ -59,3 +61,16 @@ def claim_workdir(
     if not write:
         return
     write_text(path, json.dumps(resolved, indent=1, sort_keys=True) + "\n")
+
+
+def _plain(fields: dict[str, object]) -> dict[str, object]:
+    """As JSON gives them back."""
+    return {key: list(value) if isinstance(value, tuple | list) else value for key, value in fields.items()}
+
+
+def written_field(workdir: Path, name: str, default: object) -> object:
+    """A field of the configuration that the folder was last used with; `default` without one."""
+    try:
+        return json.loads((Path(workdir) / "config.json").read_text(encoding="utf-8")).get(name, default)
+    except (OSError, ValueError):
+        return default

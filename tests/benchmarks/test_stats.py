@@ -1,7 +1,8 @@
-"""Bootstrap intervals and paired differences against closed forms and a plain resampling loop."""
+"""Intervals and paired differences against closed forms, scipy's t tests, and their coverage by simulation."""
 
 import numpy as np
 import pytest
+import scipy.stats
 import stats
 
 
@@ -25,21 +26,42 @@ def test_interval_of_one_seed_is_that_of_a_proportion():
     assert found["low"] < p < found["high"]
 
 
-def test_difference_agrees_with_resampling_by_indices():
-    ours, theirs = scores((3, 40), (3, 25), p=0.6, seed=1), scores((3, 40), (3, 25), p=0.4, seed=2)
-    sets = ["set0", "set1"]
-    found = stats.difference(ours, theirs, sets)
-    rng, draws = np.random.default_rng(7), []
-    for _ in range(4000):
-        chosen, means = rng.integers(3, size=3), []
-        for name in sets:
-            gap = (ours[name] - theirs[name])[chosen]
-            means.append(gap[:, rng.integers(gap.shape[1], size=gap.shape[1])].mean())
-        draws.append(np.mean(means))
-    low, high = np.quantile(draws, [0.025, 0.975])
-    assert found["mean"] == pytest.approx(stats.mean(ours, sets) - stats.mean(theirs, sets))
-    assert (found["low"], found["high"]) == pytest.approx((low, high), abs=0.015)
-    assert found["not_above"] == pytest.approx(np.mean(np.asarray(draws) <= 0), abs=0.02)
+def test_many_questions_leave_the_t_interval_of_the_seeds():
+    rng = np.random.default_rng(3)
+    chance = rng.random(4)[:, None]  # a seed's level; questions all alike
+    table = {"set0": (rng.random((4, 20000)) < chance).astype(float)}
+    found = stats.estimate(table, ["set0"])
+    low, high = scipy.stats.ttest_1samp(table["set0"].mean(1), 0).confidence_interval()
+    assert (found["low"], found["high"]) == pytest.approx((low, high), abs=2e-3)
+
+
+def test_one_sided_p_is_that_of_a_t_test():
+    rng = np.random.default_rng(4)
+    level = rng.normal(0.05, 0.05, 5)[:, None]
+    ours = {"set0": np.repeat(level, 50, 1)}
+    found = stats.difference(ours, {"set0": np.zeros((5, 50))}, ["set0"])
+    assert found["not_above"] == pytest.approx(scipy.stats.ttest_1samp(level[:, 0], 0, alternative="greater").pvalue)
+
+
+@pytest.mark.parametrize(("seeds", "spread", "lowest"), [(3, 0.0, 0.93), (3, 0.08, 0.93), (5, 0.08, 0.93), (5, 0.02, 0.93)])
+def test_coverage(seeds, spread, lowest):
+    """95 % intervals hold the truth in at least about 95 of 100 worlds: drawn seeds, drawn questions, answers by chance."""
+    rng, hits, worlds, sets = np.random.default_rng(seeds), 0, 600, ["a", "b"]
+    for _ in range(worlds):
+        of_seed = rng.normal(0, spread, seeds)[:, None]
+        table = {}
+        for name, questions in (("a", 60), ("b", 90)):
+            difficulty = rng.uniform(0.2, 0.8, questions)[None]  # mean 0.5
+            table[name] = (rng.random((seeds, questions)) < np.clip(difficulty + of_seed, 0, 1)).astype(float)
+        found = stats.estimate(table, sets)
+        hits += found["low"] <= 0.5 <= found["high"]
+    assert lowest <= hits / worlds
+
+
+def test_more_seeds_on_one_side_are_left_out():
+    ours, theirs = scores((5, 30)), scores((3, 30), seed=1)
+    found = stats.difference(ours, theirs, ["set0"])
+    assert found == stats.difference({"set0": ours["set0"][:3]}, theirs, ["set0"])
 
 
 def test_pairing_takes_out_what_both_share():

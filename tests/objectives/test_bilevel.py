@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_world import jitted_logps, make_batch, make_encoder, make_policy, nudged
+from tiny_world import cut, jitted_logps, make_batch, make_encoder, make_policy, nudged
 
 from bridge_jax.models import qwen2
 from bridge_jax.objectives.bilevel import (
@@ -32,8 +32,6 @@ from bridge_jax.objectives.rag import RetrieverLossConfig
 CONFIG = StepConfig(
     grpo=GRPOConfig(kl_coef=0.01),
     policy_optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.01, warmup=2),
-    minibatch=4,
-    microbatch=2,
     retriever=RetrieverLossConfig(gamma=0.1),
     retriever_optimizer=OptimizerConfig(lr=1e-2),
     turn_minibatch=4,
@@ -64,10 +62,11 @@ def _world(config):
 compiled = functools.cache(make_step)
 
 
-def run(config=CONFIG, batch=None, state=None):
+def run(config=CONFIG, batch=None, state=None, **sizes):
     modules, frozen, fresh, default = world(config)
+    batch = default if batch is None else batch
     step = compiled(config, modules)
-    return step(frozen, fresh() if state is None else state, default if batch is None else batch)
+    return step(frozen, fresh() if state is None else state, Batch(cut(batch.rollouts, **sizes), batch.turns))
 
 
 def same(a, b):
@@ -119,7 +118,7 @@ def test_the_step_is_deterministic():
 def test_vt_search_leaves_the_retriever_alone_and_the_policy_as_bridge_has_it():
     config = dataclasses.replace(CONFIG, retriever=None)
     modules, frozen, fresh, batch = world()
-    state, metrics = compiled(config, modules)(frozen, fresh(), Batch(batch.rollouts))
+    state, metrics = compiled(config, modules)(frozen, fresh(), Batch(cut(batch.rollouts)))
     assert same(state.retriever, fresh().retriever)
     assert not any(name.startswith(("retriever/", "credit/")) for name in metrics)
     bridge, _ = run()
@@ -133,7 +132,7 @@ def test_zero_advantages_move_the_policy_by_the_kl_alone():
     modules, frozen, _, _ = world()
     modules = dataclasses.replace(modules, policy_optimizer=make_optimizer(free.policy_optimizer))
     start = init_state(modules, fresh().policy, fresh().retriever, jax.random.key(4))
-    state, metrics = compiled(free, modules)(frozen, jax.tree.map(jnp.array, start), zero)
+    state, metrics = compiled(free, modules)(frozen, jax.tree.map(jnp.array, start), Batch(cut(zero.rollouts), zero.turns))
     assert metrics["policy/grad_norm"] == 0.0
     assert same(state.policy, fresh().policy)
     assert not same(state.retriever, fresh().retriever)  # the RAG term still trains the retriever
@@ -144,14 +143,13 @@ def test_zero_advantages_move_the_policy_by_the_kl_alone():
     assert not same(state.policy, fresh().policy)
 
 
-def gradient(config, batch, policy=None):
+def gradient(config, batch, policy=None, microbatch=2):
     """The gradient of the policy loss, read off one plain gradient-descent step of size 1 on a whole-batch minibatch."""
     modules, frozen, fresh, _ = world(config)
     modules = dataclasses.replace(modules, policy_optimizer=optax.sgd(1.0))
-    config = dataclasses.replace(config, minibatch=8)
     policy = fresh().policy if policy is None else policy
     update = jax.jit(lambda p, r: policy_update(config, modules, frozen.policy, p, modules.policy_optimizer.init(p), r))
-    new, _, metrics = update(policy, batch.rollouts)
+    new, _, metrics = update(policy, cut(batch.rollouts, 8, microbatch))
     return jax.tree.map(jnp.subtract, policy, new), metrics
 
 
@@ -195,8 +193,8 @@ def test_a_last_observation_and_unmasked_junk_change_nothing():
 def test_micro_batches_are_the_whole_batch(aggregation):
     config = dataclasses.replace(CONFIG, grpo=GRPOConfig(kl_coef=0.01, aggregation=aggregation))
     _, _, _, batch = world()
-    whole, metrics = gradient(dataclasses.replace(config, minibatch=8, microbatch=8), batch)
-    parts, metrics_parts = gradient(dataclasses.replace(config, microbatch=2), batch)
+    whole, metrics = gradient(config, batch, microbatch=8)
+    parts, metrics_parts = gradient(config, batch, microbatch=2)
     size = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(whole))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5 * size), whole, parts)
     for name in metrics:
@@ -227,7 +225,7 @@ def test_the_displacement_guard_in_micro_batches_is_that_of_the_whole_batch():
     (loss, fall), whole = jax.value_and_grad(expected, has_aux=True)(fresh().policy)
     size = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(whole))
     for microbatch in (8, 2):
-        parts, metrics = gradient(dataclasses.replace(config, minibatch=8, microbatch=microbatch), batch)
+        parts, metrics = gradient(config, batch, microbatch=microbatch)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5 * size), whole, parts)
         assert metrics["policy/llds"] == pytest.approx(float(fall), rel=1e-4)
         assert metrics["policy/loss"] == pytest.approx(float(loss), rel=1e-4, abs=1e-5)
@@ -282,9 +280,9 @@ def test_nothing_to_learn_from_moves_nothing():
 
 
 def test_full_training_and_its_reference():
-    config = dataclasses.replace(CONFIG, trainable="full", minibatch=8, microbatch=4)
+    config = dataclasses.replace(CONFIG, trainable="full")
     modules, frozen, fresh, batch = world(config)
-    state, metrics = compiled(config, modules)(frozen, fresh(), batch)
+    state, metrics = run(config, minibatch=8, microbatch=4)
     assert not same(state.policy, fresh().policy)
     assert metrics["policy/kl"] == pytest.approx(0.0, abs=1e-6)  # the policy starts as the reference
     logps, _ = jitted_logps(
@@ -294,7 +292,7 @@ def test_full_training_and_its_reference():
         positions=batch.rollouts.positions,
         segment_ids=batch.rollouts.segment_ids,
     )
-    given, _ = compiled(config, modules)(frozen, fresh(), replaced(batch, {"ref_logps": logps}))
+    given, _ = run(config, replaced(batch, {"ref_logps": logps}), minibatch=8, microbatch=4)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), given.policy, state.policy)
 
 
@@ -395,11 +393,8 @@ def test_guarded_update_keeps_the_optimiser_too():
 
 
 def test_shapes_that_do_not_divide_are_refused():
-    modules, frozen, fresh, batch = world()
-    short = Batch(jax.tree.map(lambda x: x[:6], batch.rollouts), batch.turns)
-    with pytest.raises(ValueError, match="6 rollout rows: pad them to a multiple of minibatch = 4"):
-        compiled(CONFIG, modules)(frozen, fresh(), short)
-    with pytest.raises(ValueError, match="multiple of microbatch"):
-        dataclasses.replace(CONFIG, minibatch=3)
+    batch = world()[3]
+    with pytest.raises(ValueError, match="6 turns: pad them to a multiple of turn_minibatch = 4"):
+        run(batch=Batch(batch.rollouts, jax.tree.map(lambda x: x[:6], batch.turns)))
     with pytest.raises(ValueError, match="full, lora"):
         dataclasses.replace(CONFIG, trainable="head")

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from test_ppo import slow_ppo
-from tiny_world import jitted_logps, make_batch, make_encoder, make_policy, nudged
+from tiny_world import cut, jitted_logps, make_batch, make_encoder, make_policy, nudged
 
 from bridge_jax.models.value import init_critic, token_values
 from bridge_jax.objectives import ppo_step
@@ -20,8 +20,6 @@ from bridge_jax.objectives.ppo import PPOConfig, value_loss
 CONFIG = StepConfig(
     grpo=GRPOConfig(kl_coef=0.0),
     policy_optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.01, warmup=2),
-    minibatch=4,
-    microbatch=2,
     ppo=PPOConfig(gae_lambda=0.95, discount=0.99, kl_coef=0.05, value_clip=0.5),
     critic_optimizer=OptimizerConfig(lr=1e-2, warmup=3),
 )
@@ -56,13 +54,13 @@ def compiled(config, modules):
     return jax.jit(functools.partial(ppo_step.policy_step, config, modules), donate_argnums=1)
 
 
-def run(config=CONFIG, rollouts=None, optimizer=None):
+def run(config=CONFIG, rollouts=None, optimizer=None, **sizes):
     modules, frozen, fresh, default = world(config)
     state = fresh()
     if optimizer is not None:
         modules = dataclasses.replace(modules, policy_optimizer=optimizer, critic_optimizer=optimizer)
         state = init_state(modules, state.policy, state.retriever, state.rng, state.critic)
-    return compiled(config, modules)(frozen, state, default if rollouts is None else rollouts)
+    return compiled(config, modules)(frozen, state, cut(default if rollouts is None else rollouts, **sizes))
 
 
 def learned(state):
@@ -144,10 +142,9 @@ def test_the_step_is_the_one_written_by_hand():
 
 
 def test_micro_batches_are_the_whole_batch():
-    whole = dataclasses.replace(CONFIG, minibatch=8, microbatch=8)
     start, sgd = world()[2](), optax.sgd(1.0)
-    a, metrics = run(whole, optimizer=sgd)
-    b, metrics_parts = run(dataclasses.replace(whole, microbatch=2), optimizer=sgd)
+    a, metrics = run(optimizer=sgd, minibatch=8, microbatch=8)
+    b, metrics_parts = run(optimizer=sgd, minibatch=8)
     steps = [jax.tree.map(jnp.subtract, learned(start), learned(state)) for state in (a, b)]
     for one, parts in zip(*steps, strict=True):
         size = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(one))
@@ -191,19 +188,19 @@ def test_nothing_to_learn_from_moves_nothing():
 
 @pytest.mark.parametrize(("tie", "kl_coef"), [(True, 0.05), (False, 0.0)])
 def test_training_in_full_reads_a_reference_for_the_kl_alone(tie, kl_coef):
-    config = dataclasses.replace(CONFIG, trainable="full", minibatch=8, microbatch=4, ppo=PPOConfig(kl_coef=kl_coef))
+    config = dataclasses.replace(CONFIG, trainable="full", ppo=PPOConfig(kl_coef=kl_coef))
     modules, frozen, fresh, rows = world(config, tie)
     frozen = frozen if kl_coef else frozen.replace(policy=None)
-    state, metrics = compiled(config, modules)(frozen, fresh(), rows)
+    state, metrics = compiled(config, modules)(frozen, fresh(), cut(rows, 8, 4))
     for after, before in zip(learned(state), learned(fresh()), strict=True):
         assert not same(after, before)
     assert (metrics["ppo/kl_reward"] != 0) == ("policy/kl" in metrics) == (kl_coef > 0)
 
 
 def test_the_critic_learns_what_its_rollouts_return():
-    config = dataclasses.replace(CONFIG, ppo=PPOConfig(), minibatch=8, microbatch=8)
+    config = dataclasses.replace(CONFIG, ppo=PPOConfig())
     modules, frozen, fresh, rows = world(config)
-    state, seen = fresh(), []
+    state, seen, rows = fresh(), [], cut(rows, 8, 8)
     for _ in range(30):
         state, metrics = compiled(config, modules)(frozen, state, rows)
         seen.append((float(metrics["ppo/value_loss"]), float(metrics["ppo/explained_variance"])))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_world import make_batch, make_encoder, make_policy, nudged
+from tiny_world import cut, make_batch, make_encoder, make_policy, nudged
 
 from bridge_jax.objectives import two_state
 from bridge_jax.objectives.bilevel import (
@@ -30,8 +30,6 @@ U, C, K, P, T = 4, 6, 2, 7, 6
 CONFIG = StepConfig(
     grpo=GRPOConfig(kl_coef=0.0),
     policy_optimizer=OptimizerConfig(lr=1e-2),
-    minibatch=8,
-    microbatch=4,
     retriever=RetrieverLossConfig(gamma=GAMMA, tau=TAU),
     retriever_optimizer=OptimizerConfig(lr=1e-2),
     turn_minibatch=2,
@@ -152,9 +150,9 @@ def test_the_correction_is_the_gradient_of_the_rag_losses(estimator):
 
 def test_the_three_gradients_differ_by_the_rag_terms_and_update_nothing():
     modules, frozen, state, rollouts, turns = world()
-    got = two_state.policy_gradients(CONFIG, modules, frozen, state, rollouts, turns, OWNERS, batches())
+    got = two_state.policy_gradients(CONFIG, modules, frozen, state, cut(rollouts), turns, OWNERS, batches())
     sgd = dataclasses.replace(modules, policy_optimizer=optax.sgd(1.0))
-    new, _, _ = jax.jit(lambda p: policy_update(CONFIG, sgd, frozen.policy, p, sgd.policy_optimizer.init(p), rollouts))(
+    new, _, _ = jax.jit(lambda p: policy_update(CONFIG, sgd, frozen.policy, p, sgd.policy_optimizer.init(p), cut(rollouts, 8, 4)))(
         state.policy
     )
     close(got["one_state"], jax.tree.map(jnp.subtract, state.policy, new), 2e-4)
@@ -166,10 +164,9 @@ def test_a_correction_is_added_to_every_minibatch():
     """Plain gradient descent on two minibatches with no advantage: two steps along the correction and nothing else."""
     modules, frozen, state, rollouts, _ = world()
     modules = dataclasses.replace(modules, policy_optimizer=optax.sgd(0.1))
-    config = dataclasses.replace(CONFIG, minibatch=4)
     added = jax.tree.map(jnp.ones_like, state.policy)
-    zero = rollouts.replace(advantages=jnp.zeros(8))
-    new, _, _ = jax.jit(lambda p, c: policy_update(config, modules, frozen.policy, p, modules.policy_optimizer.init(p), zero, c))(
+    zero = cut(rollouts.replace(advantages=jnp.zeros(8)))
+    new, _, _ = jax.jit(lambda p, c: policy_update(CONFIG, modules, frozen.policy, p, modules.policy_optimizer.init(p), zero, c))(
         state.policy, added
     )
     close(jax.tree.map(jnp.subtract, state.policy, new), jax.tree.map(lambda x: 0.2 * x, added))

@@ -49,8 +49,21 @@ def nudged(tree, seed, scale=0.2):
 jitted_logps = jax.jit(sequence_logps, static_argnums=0)
 
 
+def cut(rollouts, minibatch=4, microbatch=2):
+    """Rows of one rollout each [B, T], with advantages and outcomes [B], as minibatches of micro-batches: [S, P, R, T]."""
+
+    def shaped(x):
+        x = jnp.broadcast_to(x[:, None], rollouts.tokens.shape) if x.ndim == 1 else x
+        return x.reshape(-1, minibatch // microbatch, microbatch, x.shape[1])
+
+    return jax.tree.map(shaped, rollouts)
+
+
 def make_batch(model, variables, B=8, T=20, U=8, C=6, dim=16, seed=0):
-    """Rollouts with an observation in the middle and ragged ends, log-probs of `variables`, and turns with random documents."""
+    """Rollouts with an observation in the middle and ragged ends, log-probs of `variables`, and turns with random documents.
+
+    Rows of one rollout each, with an advantage a row: `cut` makes what a step takes of them.
+    """
     rng = np.random.default_rng(seed)
     tokens = rng.integers(1, model.config.vocab_size, (B, T)).astype(np.int32)
     lengths = rng.integers(T - 6, T + 1, B)

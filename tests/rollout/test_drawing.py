@@ -124,8 +124,8 @@ def decode(min_new_tokens, temperature, steps=12, left=12):
     sampler = device.Sampler(model, stop_table(TOKENIZER, len(TOKENIZER)), [1, 2], min_new_tokens=min_new_tokens)
     rows = np.arange(32, dtype=np.int32)
     prompts = np.asarray([[5, 6, 7, 8]], np.int32)
-    arrays = prompts, np.asarray([4], np.int32), np.zeros(1, np.int32), rows, np.full(32, left, np.int32)
-    state = sampler.start(variables, *arrays, groups=1, prompt_width=4, width=32)
+    one, limit = np.asarray([0], np.int32), np.full(32, left, np.int32)
+    state = sampler.start(variables, prompts, one + 4, one, rows, limit, groups=1, prompt_width=4, width=32)
     state, tokens, logps, counts = sampler.decode_chunk(variables, state, jax.random.key(3), temperature, steps=steps)
     ids = np.concatenate([np.tile(prompts, (32, 1)), np.asarray(tokens)], axis=1)
     full = np.asarray(jax.nn.log_softmax(model.apply(variables, ids)))[:, 3:-1]
@@ -153,7 +153,9 @@ def test_a_generation_has_its_minimum_length():
 
 
 def test_settings_that_cannot_work():
-    assert configuration.TOP_K_LIMIT == drawing.SLICE
+    configuration.load("configs/pocket.py", [f"rollout.top_k={drawing.SLICE}"])
+    with pytest.raises(UserError, match=rf"at most {drawing.SLICE}"):
+        configuration.load("configs/pocket.py", [f"rollout.top_k={drawing.SLICE + 1}"])
     for field, value in (("top_p", 0.0), ("top_p", 1.5), ("top_k", 65), ("top_k", -1), ("min_new_tokens", 300)):
         with pytest.raises(UserError, match=rf"rollout\.{field}"):
             RolloutConfig(**{field: value})

@@ -17,9 +17,10 @@ from bridge_jax import config as configuration
 from bridge_jax.models import e5, qwen2
 from bridge_jax.models.lora import load_peft
 from bridge_jax.training.checkpoints import Checkpoints
+from bridge_jax.training.loop import _refuse_lost_checkpoints
 from bridge_jax.training.metrics import read_metrics
 from bridge_jax.training.session import open_session
-from bridge_jax.training.workdir import exclusive
+from bridge_jax.training.workdir import exclusive, written_field
 
 
 @pytest.fixture(scope="module")
@@ -112,11 +113,17 @@ def test_best_checkpoint_outlives_newer_ones(world, tmp_path):
     checkpoints.close()
 
 
-def test_four_devices_give_the_numbers_of_one(world, tmp_path):
+# In full training AdamW makes steps of the rate's size out of gradients that are zero but for rounding: a small rate.
+FULL = ["--config.method.name=two_state", "--config.policy.trainable=full", "--config.grpo.lr=1e-5"]
+
+
+@pytest.mark.parametrize("settings", [[], FULL], ids=["bridge", "two_state_full"])
+def test_four_devices_give_the_numbers_of_one(world, tmp_path, settings):
     """fsdp = 2, tensor = 2 on virtual devices: the same rollouts, losses and gradients; float32 sums in another order."""
-    one = run(world, tmp_path / "one", "--config.train.steps=3")
+    settings = ["--config.train.steps=3", *settings]
+    one = run(world, tmp_path / "one", *settings)
     command = [sys.executable, "-m", "bridge_jax.train", f"--config={world / 'config.py'}", f"--workdir={tmp_path / 'four'}"]
-    command += ["--config.train.steps=3", "--config.mesh.fsdp=2", "--config.mesh.tensor=2"]
+    command += [*settings, "--config.mesh.fsdp=2", "--config.mesh.tensor=2"]
     environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -179,6 +186,9 @@ def test_a_finished_run_is_used_and_protected(world, tmp_path, capsys):
         path.write_bytes(whole[path])
 
     before = (workdir / "metrics.jsonl").read_bytes()
+    # A newest checkpoint six steps back is what a run that saved every third step may leave, however often the next one saves.
+    assert written_field(workdir, "train.checkpoint_every", 0) == 2
+    _refuse_lost_checkpoints(workdir, 0, 3)
     shutil.rmtree(workdir / "checkpoints")
     assert train.main(again) == 2
     assert "goes to step 6, but the newest checkpoint is of step 0" in capsys.readouterr().err

@@ -95,8 +95,18 @@ def test_search_r1_implies_its_settings_and_an_override_wins(tmp_path, caplog):
     assert "search_r1" in line and "rollout.max_searches=4" in line and "group_size" not in line and "max_new_tokens" not in line
     config = configuration.load(path, ["method.name=search_r1"])
     assert (config.grpo.group_size, config.rollout.max_new_tokens) == (5, 24)  # the file's own 24 is below the cap
+    assert (config.grpo.minibatch_questions, config.grpo.microbatch) == (2, 2)
+    assert config.rollout.max_response_tokens >= 5 * 24 + 4 * 500
     with pytest.raises(UserError, match=re.escape("credit.gamma")):
         configuration.load(path, ["method.name=decoupled_rag", "credit.gamma=0"])
+
+
+def test_search_r1_at_the_papers_scale_is_the_published_recipe(tmp_path):
+    path = tmp_path / "paper.py"
+    path.write_text("from bridge_jax.config import default as get_config\n")
+    config = configuration.load(path, ["method.name=search_r1", "train.steps=1005"])
+    assert (config.grpo.minibatch_questions, config.rollout.max_response_tokens) == (256, 4500)
+    assert config.grpo.warmup_steps == round(0.285 * 1005 * 2)  # two updates a step
 
 
 def test_a_written_configuration_is_not_implied_again(tmp_path):

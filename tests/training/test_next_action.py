@@ -69,6 +69,25 @@ def test_whose_span(group, scores, expected):
 
 
 @pytest.mark.parametrize(
+    ("sibling", "same_tokens", "same_query", "serves"),
+    [
+        ("history", True, True, True), ("history", False, True, False), ("query", False, True, True),
+        ("query", True, False, False), ("any", False, False, True),
+    ],
+)  # fmt: skip
+def test_which_siblings_serve(sibling, same_tokens, same_query, serves):
+    failed, succeeded = make_episode(S, S, A), make_episode(S, S, A)
+    if not same_tokens:
+        succeeded.tokens[0] += 1
+    if not same_query:
+        succeeded.turns[0].query = "another"
+    found = successful_span([failed, succeeded], np.asarray([0, 1], np.float32), 2, 0, 0, sibling)
+    assert (found is not None) == serves
+    own = successful_span([failed, succeeded], np.asarray([1, 0], np.float32), 2, 0, 0, sibling)
+    assert own is not None and own[1] == "own"  # its own span needs nobody
+
+
+@pytest.mark.parametrize(
     ("settings", "kinds"),
     [  # first turns of: success; failure with a helpful sibling; failure in a group of failures; then a last turn
         ({}, ("answer", "answer", "answer", "answer")),
@@ -96,7 +115,13 @@ def played(tmp_path_factory):
     folder = tmp_path_factory.mktemp("next-action")
     patch = pytest.MonkeyPatch()
     patch.setenv("BRIDGE_JAX_CACHE", str(folder / "cache"))
-    fields = {"rollout__shown": 1, "grpo__group_size": 2, "credit__target": "next_action", "credit__no_span": "zero"}
+    fields = {
+        "rollout__shown": 1,
+        "grpo__group_size": 2,
+        "credit__target": "next_action",
+        "credit__no_span": "zero",
+        "credit__sibling": "any",
+    }
     fields |= {"credit__max_turns": 15, "credit__turns_per_batch": 15}  # one batch, one program
     config = configuration.load(tiny_run.write_world(folder, **fields))
     assets = load_assets(config, folder)
@@ -153,6 +178,16 @@ def test_a_siblings_span_after_the_failures_own_history(played):
     mask = np.asarray(credited.turns.mask)
     assert mask[: len(credited.credits)].tolist() == [credit.kind != "masked" for credit in credited.credits]
     assert not mask[len(credited.credits) :].any() and np.isfinite(credited.turns.log_likelihood).all()
+
+
+def test_masked_turns_take_no_place_of_scored_ones(played):
+    config, assets, variables, episodes = played
+    settings = configuration.default()
+    settings.update(config)
+    settings.credit.update(target="answer", first_hop="mask", max_turns=4, minibatch=4)
+    credited, metrics = CreditStage(settings, assets)(1, variables, episodes, np.ones(4, np.float32), np.ones(4, np.float32))
+    assert [credit.kind for credit in credited.credits] == ["answer"] * 4 + ["masked"] * 4
+    assert np.asarray(credited.turns.mask).sum() == 4 and metrics["credit/masked_turns"] == 4
 
 
 def test_both_is_the_sum(played):
