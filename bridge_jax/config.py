@@ -83,6 +83,7 @@ def default() -> ConfigDict:
     c.rollout.max_passage_tokens = 0  # of each shown or scored passage; 0 = no limit of its own
     c.rollout.chunk = 32  # tokens decoded between two looks of the host
     c.rollout.batch_groups = 64  # question groups decoded together
+    c.rollout.overlap_search = False  # search while other rows decode: pays when a search takes longer than a few decoding steps
 
     c.grpo = ConfigDict()
     c.grpo.group_size = 8
