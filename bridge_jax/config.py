@@ -83,11 +83,12 @@ def default() -> ConfigDict:
     c.rollout.max_passage_tokens = 0  # of each shown or scored passage; 0 = no limit of its own
     c.rollout.chunk = 32  # tokens decoded between two looks of the host
     c.rollout.batch_groups = 64  # question groups decoded together
+    c.rollout.overlap_search = False  # search while other rows decode: pays when a search takes longer than a few decoding steps
 
     c.grpo = ConfigDict()
     c.grpo.group_size = 8
     c.grpo.minibatch_questions = 64
-    c.grpo.microbatch = 8  # of the longest rollouts (length bucket of the step) in one forward/backward; shorter ones are packed
+    c.grpo.microbatch = 8  # rows of the longest rollout in one forward/backward: its tokens; shorter rollouts share rows
     c.grpo.advantage = "grpo"  # grpo | dr_grpo
     c.grpo.aggregation = "token_mean"  # token_mean | seq_mean | dr_grpo
     c.grpo.clip_low = 0.2

@@ -1,10 +1,15 @@
-"""The environment of a rollout: it reads the actions of rows that stopped, searches for all of them at once, and answers."""
+"""The environment of a rollout: it reads the actions of rows that stopped, searches for all of them at once, and answers.
+
+What a query finds must not depend on the others it is searched with (`retrieval.vectors` sees to that), for which rows are acted on
+together depends on the batch.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,10 +20,19 @@ from bridge_jax.rollout.rows import RolloutConfig, Row, Turn
 from bridge_jax.rollout.stopping import StopTable
 
 
+class Found(NamedTuple):
+    """scores [B, C] float32 and hits [B, C] int32 of a search (None: it failed), how long it took, and why it failed."""
+
+    scores: np.ndarray | None
+    hits: np.ndarray | None
+    seconds: float
+    fault: RetrievalFault | None = None
+
+
 class Environment:
     """The rules (METHOD.md 2) and the retriever; every call is told the rows it is about and changes only those.
 
-    retriever: as in `episodes.RolloutEngine`. candidates: passages a search returns. counts: what `act` adds its counts to.
+    retriever: as in `episodes.RolloutEngine`. candidates: passages a search returns. counts: what is counted is added here.
     """
 
     def __init__(self, config: RolloutConfig, tokenizer, table: StopTable, retriever, candidates: int, lora, counts: Counter):
@@ -30,11 +44,11 @@ class Environment:
         self.lora = lora
         self.counts = counts
 
-    def act(self, rows: Mapping[int, Row], reasons: np.ndarray) -> dict[int, np.ndarray]:
-        """End the rollouts that are over, run the searches of the others.
+    def act(self, rows: Mapping[int, Row], reasons: np.ndarray) -> tuple[dict[int, np.ndarray], dict[int, str]]:
+        """End the rollouts that are over and read what the others want.
 
         rows: the stopped rows by their place in the batch, whose generation has just ended. reasons [B]: why each stands still.
-        Returns the observation ([O] int32) of every row that goes on.
+        Returns the corrective observations ([O] int32) and the queries, by place.
         """
         observations: dict[int, np.ndarray] = {}
         searches: dict[int, str] = {}
@@ -62,24 +76,28 @@ class Environment:
                 corrective = protocol.render_corrective(message, self.tokenizer)
                 if self._observe(row, corrective, "corrective"):
                     observations[index] = corrective.tokens
-        if searches:
-            self._search(rows, searches, observations)
-        return observations
+        return observations, searches
 
-    def _search(self, rows: Mapping[int, Row], searches: dict[int, str], observations: dict[int, np.ndarray]) -> None:
-        """One batched search for the queries `searches` (row index -> query)."""
+    def search(self, queries: Sequence[str]) -> Found:
+        """One batched search. Changes nothing, so it may run in a thread."""
         began = time.monotonic()
         try:
-            found = self.retriever.search(list(searches.values()), self.candidates, lora=self.lora)
+            found = self.retriever.search(list(queries), self.candidates, lora=self.lora)
         except RetrievalFault as fault:
+            return Found(None, None, time.monotonic() - began, fault)
+        return Found(np.asarray(found.scores), np.asarray(found.rows), time.monotonic() - began)
+
+    def answer(self, rows: Mapping[int, Row], searches: Mapping[int, str], found: Found) -> dict[int, np.ndarray]:
+        """The observations of the rows whose `searches` were `found`, in the same order; a row they do not fit into ends."""
+        self.counts["retrieval_microseconds"] += int(1e6 * found.seconds)
+        if found.fault is not None:
             for index in searches:
-                rows[index].trace.append(("fault", str(fault)))
+                rows[index].trace.append(("fault", str(found.fault)))
                 rows[index].end("environment_fault")
-            return
-        finally:
-            self.counts["retrieval_microseconds"] += int(1e6 * (time.monotonic() - began))
+            return {}
+        observations: dict[int, np.ndarray] = {}
         config, counts = self.config, self.counts
-        for (index, query), scores, hits in zip(searches.items(), np.asarray(found.scores), np.asarray(found.rows)):
+        for (index, query), scores, hits in zip(searches.items(), found.scores, found.hits):
             row = rows[index]
             passages = [self.retriever.corpus[int(hit)] for hit in hits[: config.shown] if hit >= 0]
             observation = protocol.render_observation(
@@ -96,6 +114,7 @@ class Environment:
             else:
                 turn.shown, turn.error = 0, "the observation did not fit into the context"
             row.turns.append(turn)
+        return observations
 
     def _observe(self, row: Row, observation: protocol.Observation, kind: str) -> bool:
         """Give a row its observation, or end it when no token could be generated behind it."""

@@ -29,6 +29,7 @@ class RolloutConfig:
     top_p, top_k: sample from the most likely tokens only (`drawing.draw_top`; 1 and 0: from all). The recorded log-probs stay those
     of the full softmax, which training recomputes: with these options its importance ratios are biased.
     min_new_tokens: of one generation; until then it can neither end its text nor complete a tag (see `sampler.Sampler`).
+    overlap_search: search while the other rows decode one more chunk; for an index that is slow to answer (see `flight`).
     """
 
     max_searches: int = 2
@@ -44,10 +45,11 @@ class RolloutConfig:
     top_p: float = 1.0
     top_k: int = 0
     min_new_tokens: int = 0
+    overlap_search: bool = False
 
     def __post_init__(self):
         for name, value in dataclasses.asdict(self).items():
-            least = 0 if name in ("max_searches", "max_passage_tokens", "top_p", "top_k", "min_new_tokens") else 1
+            least = 0 if name in ("max_searches", "max_passage_tokens", "top_p", "top_k", "min_new_tokens", "overlap_search") else 1
             if value < least:
                 raise UserError(f"rollout.{name} = {value}: must be at least {least}")
         check_sampling(self, "rollout.")

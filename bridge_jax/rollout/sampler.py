@@ -9,6 +9,9 @@ RoPE positions count each row's own tokens. With N groups of G samples (rows n*G
                                         row 2  [ a a . . . . . . . . . . . .     |        ]      (row 2 answered at once)
                                                  generation  observations  next generation
 
+Rows need not act in step: an append moves what its rows have to the front of their blocks and writes right behind it, whatever the
+other rows are doing, and a new group takes over rows at any column.
+
 `hidden` is the state behind each row's last token; its logits give the next one. So every token is forwarded exactly once, right
 after it was sampled, and an observation is simply appended: no token is ever prefilled again.
 
@@ -107,13 +110,13 @@ class Sampler:
         """
         return self._decode(variables, self._next_state, state, key, jnp.float32(temperature), steps=steps)
 
-    def append(self, variables, state: DecodeState, rows, tokens, lengths, left, advance) -> DecodeState:
+    def append(self, variables, state: DecodeState, rows, tokens, lengths, left) -> DecodeState:
         """Append observations to R stopped rows, whose next generations may take left[r] tokens. The other rows stay as they are.
 
-        rows [R] int32 (B: nobody), tokens [R, O] int32 right-padded, lengths [R], left [R] int32. O columns are written; the next
-        write goes `advance` columns further: 0 to append to other rows at the same columns, at last the greatest O of them.
+        rows [R] int32 (B: nobody), tokens [R, O] int32 right-padded, lengths [R], left [R] int32. The block needs O columns more
+        than the fullest of the R rows has valid ones. The write column moves only if one of them reaches beyond it.
         """
-        return self._append(variables, state, rows, tokens, lengths, left, jnp.int32(advance))
+        return self._append(variables, state, rows, tokens, lengths, left)
 
     def compact(self, state: DecodeState, keep, *, width: int) -> DecodeState:
         """Move each row's valid columns to the front of a block of `width` columns; forget the rows with keep[b] False."""
@@ -235,21 +238,26 @@ class Sampler:
         ends = (after == self._accepting[0]) | (after == self._accepting[1])
         return (state.owed > 0)[:, None] & ends.at[:, self._eos].set(True)
 
-    def _append_impl(self, variables, state, rows, tokens, lengths, left, advance):
-        """The R rows are taken out of the batch, each with a prompt block of its own, and put back."""
+    def _append_impl(self, variables, state, rows, tokens, lengths, left):
+        """The R rows are taken out of the batch, each with a prompt block of its own, compacted, and put back.
+
+        So an observation stands right behind what its row has, and the other rows have no columns to skip.
+        """
         groups, total = state.shared.valid.shape[0], state.reason.shape[0]
         at = jnp.minimum(rows, total - 1)
         length = tokens.shape[1]
         steps = jnp.arange(length, dtype=jnp.int32)
         valid = steps < lengths[:, None]
+        private = _take(state.private, at)
+        behind = jnp.where(rows < total, private.valid.sum(1, dtype=jnp.int32), 0).max()
         hidden, private = self.model.apply(
             variables,
             tokens,
             positions=state.position[at, None] + steps,
             valid=valid,
             shared=_take(state.shared, at // (total // groups)),
-            private=_take(state.private, at),
-            write_at=state.column,
+            private=_compacted(private, private.valid),
+            write_at=behind,
             output="hidden",
         )
 
@@ -262,7 +270,7 @@ class Sampler:
                 v=state.private.v.at[:, rows].set(private.v, mode="drop"),
                 valid=put(state.private.valid, private.valid),
             ),
-            column=state.column + advance,
+            column=jnp.maximum(state.column, behind + lengths.max()),
             hidden=put(state.hidden, _last(hidden, lengths)),
             position=put(state.position, state.position[at] + lengths),
             matched=put(state.matched, 0),
@@ -274,21 +282,23 @@ class Sampler:
         )
 
     def _compact_impl(self, state, keep, *, width):
-        """Keys carry their rotation already, so columns may move freely as long as a row's order stays."""
-        valid = state.private.valid & keep[:, None]
-        order = jnp.argsort(~valid, axis=1, stable=True)[:, :width]
-        more = (0, width - order.shape[1])
+        private = _compacted(state.private, state.private.valid & keep[:, None], width)
+        return state.replace(private=private, column=private.valid.sum(1, dtype=jnp.int32).max())
 
-        def move(x):
-            moved = jnp.take_along_axis(x, order[None, :, :, None, None], axis=2)
-            return jnp.pad(moved, ((0, 0), (0, 0), more, (0, 0), (0, 0)))
 
-        private = KVBlock(
-            k=move(state.private.k),
-            v=move(state.private.v),
-            valid=jnp.pad(jnp.take_along_axis(valid, order, axis=1), ((0, 0), more)),
-        )
-        return state.replace(private=private, column=valid.sum(1, dtype=jnp.int32).max())
+def _compacted(block: KVBlock, valid: jax.Array, width: int | None = None) -> KVBlock:
+    """The columns that are `valid` [B, S] moved to the front of a block of `width` (None: S) columns.
+
+    Keys carry their rotation already, so columns may move freely as long as a row's order stays.
+    """
+    order = jnp.argsort(~valid, axis=1, stable=True)[:, :width]
+    more = (0, (width or order.shape[1]) - order.shape[1])
+
+    def move(x):
+        moved = jnp.take_along_axis(x, order[None, :, :, None, None], axis=2)
+        return jnp.pad(moved, ((0, 0), (0, 0), more, (0, 0), (0, 0)))
+
+    return KVBlock(k=move(block.k), v=move(block.v), valid=jnp.pad(jnp.take_along_axis(valid, order, axis=1), ((0, 0), more)))
 
 
 def _take(block: KVBlock, rows: jax.Array) -> KVBlock:

@@ -178,4 +178,5 @@ def rollout_config(config: ConfigDict) -> RolloutConfig:
         top_p=r.top_p,
         top_k=r.top_k,
         min_new_tokens=r.min_new_tokens,
+        overlap_search=r.overlap_search,
     )

@@ -20,10 +20,11 @@ from bridge_jax.training.packing import Packing
 LENGTH_BUCKETS = 8  # padded rollout lengths there may be
 
 
-def rollout_length(longest: int, limit: int) -> int:
-    """T: `longest` rounded up to one of LENGTH_BUCKETS equal steps of `limit`, each a multiple of 64."""
+def row_widths(longest: int, limit: int) -> range:
+    """T of rows: `longest` rounded up to one of LENGTH_BUCKETS steps of `limit`, each a multiple of 64, and on to its double."""
     step = -(-limit // (64 * LENGTH_BUCKETS)) * 64
-    return -(-longest // step) * step
+    first = -(-longest // step) * step
+    return range(first, 2 * first + 1, step)
 
 
 def pack_rollouts(
@@ -37,9 +38,9 @@ def pack_rollouts(
     lengths = [
         len(e.prompt) + len(e.tokens) if wanted and np.any(e.generated) else 0 for e, wanted in zip(episodes, trained, strict=True)
     ]
-    longest = rollout_length(max(1, *lengths), config.rollout.max_prompt_tokens + config.rollout.max_response_tokens)
+    widths = row_widths(max(1, *lengths), config.rollout.max_prompt_tokens + config.rollout.max_response_tokens)
     minibatch = config.grpo.minibatch_questions * config.grpo.group_size
-    packing = packings.pack(lengths, minibatch, config.grpo.microbatch, longest, batch_ways(mesh))
+    packing = packings.pack(lengths, minibatch, config.grpo.microbatch, widths, batch_ways(mesh))
     return lay_out(packing, episodes, rewards, advantages, trained)
 
 

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 
 HEIGHTS = 8  # numbers of rows a micro-batch may have, at a given width
-SLACK = 1 / 16  # rows computed in vain for the sake of larger micro-batches, as a share of those needed
-ATTENTION_WIDTH = 4096  # T at which attention, whose cost a token grows with T, costs as much as the rest of a layer
+SLACK = 1 / 16  # share of rows computed in vain for the sake of larger micro-batches, and of cost for the sake of narrow rows
+# T at which attention, whose cost a token grows with T, is taken to cost as much as all else. It does in the mini policy; in larger
+# models later, but their long rollouts fill rows of the longest.
+ATTENTION_WIDTH = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,40 +38,44 @@ class Packing:
         return sum(-(-len(minibatch) // rows) for minibatch in self.minibatches) * rows * width
 
 
-def pack(lengths: Sequence[int], minibatch: int, microbatch: int, longest: int, ways: int = 1) -> Packing:
+def pack(lengths: Sequence[int], minibatch: int, microbatch: int, widths: Sequence[int], ways: int = 1) -> Packing:
     """Packs rollouts of `lengths` tokens; those of 0 tokens get no place.
 
     Args:
       minibatch: rollouts in one optimiser step, a divisor of their number.
-      microbatch: a divisor of `minibatch`; a forward and backward may take as many rollouts of `longest` tokens: R * T is no more.
-      longest: the smallest row width, no less than any length. Rows of twice that are tried too: rollouts of little more than half
-        a row would otherwise have it alone.
+      microbatch: a divisor of `minibatch`; a forward and backward take at most as many tokens as so many rows of the first width.
+      widths: those that rows may have, ascending; the first is no less than any length. Rollouts of little more than half of it
+        would have its rows alone, and share wider ones.
       ways: devices that rows are split over; R is a multiple of it where `microbatch` is.
     """
     groups = np.asarray(lengths, int).reshape(-1, minibatch)
     ways = ways if microbatch % ways == 0 else 1
-    widths = [longest * many for many in (1, 2) if microbatch % (many * ways) == 0]
-    found = [_packed(groups, microbatch * longest // width, minibatch // microbatch, width, ways) for width in widths]
-    return min(found, key=lambda packing: packing.computed * (ATTENTION_WIDTH + packing.shape[2]))
+    tried = [_packed(groups, microbatch * widths[0] // width, minibatch // microbatch, width, ways) for width in widths]
+    found = [packing for packing in tried if packing]
+    costs = [packing.computed * (ATTENTION_WIDTH + packing.shape[2]) for packing in found]
+    return next(packing for packing, cost in zip(found, costs, strict=True) if cost <= (1 + SLACK) * min(costs))
 
 
-def _packed(groups: np.ndarray, most: int, parts: int, width: int, ways: int) -> Packing:
-    """The packing at one width: R is the largest number up to `most` that computes few rows in vain, or the one with fewest."""
+def _packed(groups: np.ndarray, most: int, parts: int, width: int, ways: int) -> Packing | None:
+    """The packing at one width: R is the largest number up to `most` that computes few rows in vain, or the one with fewest.
+
+    None when the rows are more than there is room for.
+    """
     numbers = np.arange(groups.size).reshape(groups.shape)
     minibatches = tuple(
         tuple(tuple(sorted(int(own[i]) for i in row)) for row in best_fit(lengths.tolist(), width))
         for own, lengths in zip(numbers, groups, strict=True)
     )
-    needed = [len(minibatch) for minibatch in minibatches]
-    step = -(-most // (HEIGHTS * ways)) * ways
-    # Half of `most` and more, where there are so many rows; and no more micro-batches than there is room for.
-    heights = [rows for rows in range(most, 0, -step) if 2 * rows >= min(most, 2 * max(needed)) and rows * parts >= max(needed)]
+    needed, most = [len(minibatch) for minibatch in minibatches], most // ways * ways
+    step = max(1, -(-most // (HEIGHTS * ways))) * ways
+    # Half of `most` and more, where there are so many rows.
+    heights = [r for r in range(most, 0, -step) if 2 * r >= min(most, 2 * max(needed)) and r * parts >= max(needed)]
 
     def computed(rows: int) -> int:
         return sum(-(-count // rows) for count in needed) * rows
 
     close = [rows for rows in heights if computed(rows) <= (1 + SLACK) * sum(needed)]
-    return Packing(minibatches, (parts, close[0] if close else min(heights, key=computed), width))
+    return Packing(minibatches, (parts, close[0] if close else min(heights, key=computed), width)) if heights else None
 
 
 def best_fit(lengths: Sequence[int], width: int) -> list[list[int]]:

@@ -79,7 +79,7 @@ def test_chunks_and_stops():
 
 
 def test_append_and_compact_equal_one_plain_forward():
-    """Observations of several lengths, two rows at a time at the same columns; compaction to narrower and wider blocks in between;
+    """Observations of several lengths, two rows at a time; compaction to narrower and wider blocks in between;
     hidden states against a cache-free forward."""
     sampler, model, variables = make_sampler()
     prompts = [[5, 6, 7], [9, 8, 7, 6, 5]]
@@ -88,15 +88,16 @@ def test_append_and_compact_equal_one_plain_forward():
     ids = [prompts[row // 2] + tokens[row, : counts[row]].tolist() for row in range(4)]
     for parts, width in (([{0: [4, 5, 6, 7], 2: [8]}, {3: [9, 10]}], 16), ([{2: [6, 7, 8], 0: [3]}, {3: [4, 4, 4, 4]}], 40)):
         stood = state.reason.tolist()
-        for n, part in enumerate(parts):
+        for part in parts:
             observation, lengths = np.zeros((2, 4), np.int32), np.zeros(2, np.int32)
             rows = np.full(2, 4, np.int32)  # 4: nobody
             for at, (row, observed) in enumerate(part.items()):
                 rows[at], observation[at, : len(observed)], lengths[at] = row, observed, len(observed)
                 ids[row] += observed
             left, column = np.full(2, 5, np.int32), int(state.column)
-            state = sampler.append(variables, state, rows, observation, lengths, left, 4 * (n == len(parts) - 1))
-            assert int(state.column) == column + 4 * (n == len(parts) - 1)
+            behind = max(int(state.private.valid[row].sum()) for row in part)
+            state = sampler.append(variables, state, rows, observation, lengths, left)
+            assert int(state.column) == max(column, behind + lengths.max())
         appended = {0, 2, 3}
         assert state.reason.tolist() == [device.RUNNING if row in appended else stood[row] for row in range(4)]
         before = int(state.column)
@@ -151,8 +152,8 @@ def test_nothing_compiles_twice():
         state = sampler.enter(variables, state, np.ones((1, 8), np.int32), one + 8, one, two, two + 2)
         for temperature in (0.0, 1.0):
             state, *_ = sampler.decode_chunk(variables, state, jax.random.key(0), temperature, steps=4)
-        for advance in (0, 4):
-            state = sampler.append(variables, state, np.arange(2, dtype=np.int32), np.ones((2, 4), np.int32), two, two, advance)
+        for _ in range(2):
+            state = sampler.append(variables, state, np.arange(2, dtype=np.int32), np.ones((2, 4), np.int32), two, two)
         state = sampler.compact(state, np.ones(2, bool), width=64)
         count = sampler.compilations()
     assert count == 5

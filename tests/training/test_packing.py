@@ -8,24 +8,24 @@ from hypothesis import strategies as st
 
 from bridge_jax import config as configuration
 from bridge_jax.training import packing as packings
-from bridge_jax.training.batch import lay_out, pack_rollouts, packing_fill
+from bridge_jax.training.batch import lay_out, pack_rollouts, packing_fill, row_widths
 from bridge_jax.training.packing import Packing, best_fit, pack
 
 
 @st.composite
 def steps(draw):
-    """(lengths of a step's rollouts, minibatch, microbatch, longest, ways)"""
+    """(lengths of a step's rollouts, minibatch, microbatch, widths, ways)"""
     microbatch, parts, minibatches = draw(st.integers(1, 12)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    longest = draw(st.integers(1, 96))
+    longest, step = draw(st.integers(1, 96)), draw(st.integers(1, 96))
     count = microbatch * parts * minibatches
     lengths = draw(st.lists(st.integers(0, longest), min_size=count, max_size=count))
-    return lengths, microbatch * parts, microbatch, longest, draw(st.sampled_from([1, 2, 4]))
+    return lengths, microbatch * parts, microbatch, range(longest, 2 * longest + 1, step), draw(st.sampled_from([1, 2, 4]))
 
 
 @settings(deadline=None, max_examples=150)
 @given(steps())
 def test_every_rollout_has_its_place(step):
-    lengths, minibatch, microbatch, longest, ways = step
+    lengths, minibatch, microbatch, widths, ways = step
     packing = pack(*step)
     assert packing == pack(*step)
     P, R, T = packing.shape
@@ -35,9 +35,9 @@ def test_every_rollout_has_its_place(step):
         assert sorted(b for row in rows for b in row) == [b for b in own if lengths[b]]
         assert all(row and sum(lengths[b] for b in row) <= T for row in rows)
         assert len(rows) <= P * R
-    assert T in (longest, 2 * longest) and microbatch * longest >= R * T
+    assert T in widths and microbatch * widths[0] >= R * T
     assert microbatch % ways or R % ways == 0
-    assert sum(lengths) <= packing.computed <= len(lengths) * longest
+    assert sum(lengths) <= packing.computed <= len(lengths) * widths[0]
 
 
 @settings(deadline=None)
@@ -53,22 +53,23 @@ def test_rows_are_filled(lengths, width):
 def test_what_it_saves():
     """Lengths as the mini world has them: no search, one, or two."""
     rng = np.random.default_rng(0)
-    lengths = np.concatenate([rng.integers(58, 68, 32), rng.integers(107, 125, 77), rng.integers(160, 186, 19)])
-    packing = pack(lengths, 128, 32, 192)
-    assert packing.shape[2] == 384  # most of them would have a row of 192 alone
+    lengths = np.concatenate([rng.integers(58, 68, 28), rng.integers(107, 125, 86), rng.integers(160, 186, 14)])
+    packing = pack(lengths, 128, 32, row_widths(185, 352))
+    assert packing.shape[2] == 256  # most of them would have a row of 192 alone
     assert lengths.sum() / packing.computed > 0.85 and 128 * 192 / packing.computed > 1.5
     # long ragged ones fill rows of the longest; wider rows would only make attention dearer
     lengths = np.clip(np.exp(rng.normal(7, 0.8, 512)), 200, 8192).astype(int)
-    packing = pack(lengths, 512, 8, 8192)
+    packing = pack(lengths, 512, 8, row_widths(8192, 8192))
     assert packing.shape == (64, 8, 8192) and lengths.sum() / packing.computed > 0.9
 
 
 def test_few_shapes():
     """However many rows a step needs, the shapes come from a handful."""
-    seen = {pack([100] * count + [0] * (128 - count), 128, 32, 192).shape for count in range(129)}
-    assert len({shape for shape in seen if shape[2] == 192}) <= packings.HEIGHTS
-    assert len({shape for shape in seen if shape[2] == 384}) <= packings.HEIGHTS
-    seen = {pack([150] * count + [0] * (4096 - count), 4096, 8, 192).shape for count in range(1500, 4097, 99)}
+    widths = row_widths(185, 352)
+    assert list(widths) == [192, 256, 320, 384]
+    seen = [pack([100] * count + [0] * (128 - count), 128, 32, widths).shape for count in range(129)]
+    assert all(len({shape for shape in seen if shape[2] == width}) <= packings.HEIGHTS for width in widths)
+    seen = {pack([150] * count + [0] * (4096 - count), 4096, 8, widths).shape for count in range(1500, 4097, 99)}
     assert seen == {(512, 8, 192)}  # with many micro-batches the last one's padding is nothing
 
 
