@@ -43,7 +43,15 @@ setup(
         "tensorboard": ["tensorboardX>=2.6,<3"],
         "bench": ["matplotlib>=3.9,<4"],
         "peers": ["google-tunix==0.1.7", "trl==1.16.0", "torch==2.13.0"],
-        "test": ["pytest>=8,<10", "pytest-xdist>=3.6,<4", "hypothesis>=6.100,<7", "ruff>=0.11,<1", "torch==2.13.0", "peft>=0.17,<1", "faiss-cpu>=1.9,<2"],
+        "test": [
+            "pytest>=8,<10",
+            "pytest-xdist>=3.6,<4",
+            "hypothesis>=6.100,<7",
+            "ruff>=0.11,<1",
+            "torch==2.13.0",
+            "peft>=0.17,<1",
+            "faiss-cpu>=1.9,<2",
+        ],
     },
     classifiers=[
         "Programming Language :: Python :: 3.11",
