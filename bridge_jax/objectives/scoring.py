@@ -6,10 +6,12 @@ Source: METHOD 3 and 12. A scored row is history, document and target; a continu
     next action  \\n\\n<information>Doc 1(Title: ...) text</information>\\n\\n       | SPAN               l'_d  (METHOD 12)
                  |---------------------- document ----------------------|- lead --|-- target --|
 
-The document's tokens are those of an observation (same renderer, same tokeniser calls). The gold answer is tokenised by itself and
-appended to the tokens of `<answer> `: the summed tokens are exactly y of METHOD 3. A byte-level BPE that reads it as one text would
-glue the space to the answer (" Paris"). Measured on 48 HotpotQA questions with SmolLM2-135M, 8 passages each, that form scores
-the gold passage about 4 nats higher and the others too: it was on top in 44 questions, here in 45.
+The document's tokens are those of an observation (same renderer, same tokeniser calls). What all documents of a turn begin with, at
+least `<information>Doc 1(Title: `, is read once, as the end of the history: the same l for fewer tokens.
+The gold answer is tokenised by itself and appended to the tokens of `<answer> `: the summed tokens are exactly y of METHOD 3. A
+byte-level BPE that reads it as one text would glue the space to the answer (" Paris"). Measured on 48 HotpotQA questions with
+SmolLM2-135M, 8 passages each, that form scores the gold passage about 4 nats higher and the others too: it was on top in 44
+questions, here in 45.
 A span is what a rollout sampled after an observation, id for id, and its document stands as in an observation of one passage.
 """
 
@@ -140,22 +142,21 @@ class Scorer:
         to few values.
         """
         C, K = len(requests[0].rows), max(1, *(len(request.targets) for request in requests))
-        # One entry a row of [size * C * K]: where it is, its document with the lead, its target.
-        at, documents, targets = [], [], []
+        # One entry a row of [size * C * K]: where it is, its document behind the common beginning, its lead and target.
+        at, documents, targets, histories = [], [], [], []
         for u, request in enumerate(requests):
-            read = self._observed if request.observed else self._alone
-            for c, row in enumerate(request.rows.tolist()):
-                if row < 0:
-                    continue
+            read = self._documents(request)
+            beginning = _common(read)
+            histories.append(np.concatenate([request.history, *(document[:beginning] for document in read[:1])]))
+            for c, document in zip(np.flatnonzero(request.rows >= 0).tolist(), read, strict=True):
                 for k, target in enumerate(request.targets):
                     at.append((u * C + c) * K + k)
-                    documents.append(read(row))
+                    documents.append(document[beginning:])
                     targets.append((request.lead, target))
         starts = np.fromiter(map(len, documents), int, len(at)) + [len(lead) for lead, _ in targets]
         ends = starts + [len(target) for _, target in targets]
-        histories = [request.history for request in requests]
 
-        P, T = _width(max(map(len, histories)), 32, 2), _width(int(ends.max(initial=1)), 8, 4)
+        P, T = _width(max(map(len, histories)), 32, 2), _width(int(ends.max(initial=1)), 4, 4)
         pieces = [piece for document, target in zip(documents, targets) for piece in (document, *target)]
         column = np.arange(T)
         continuation, valid, mask = (np.zeros((size * C * K, T), dtype) for dtype in (np.int32, bool, bool))
@@ -175,10 +176,16 @@ class Scorer:
 
     def _shape(self, request: Request) -> tuple[int, int, int]:
         """What orders requests for batching: targets, length of the longest continuation, length of the history."""
-        read = self._observed if request.observed else self._alone
-        document = max((len(read(row)) for row in request.rows.tolist() if row >= 0), default=0)
+        read = self._documents(request)
+        beginning = _common(read)
+        longest = max(map(len, read), default=beginning) - beginning
         target = max(map(len, request.targets), default=0)
-        return len(request.targets), _width(document + len(request.lead) + target, 8, 4), len(request.history)
+        return len(request.targets), _width(longest + len(request.lead) + target, 4, 4), len(request.history) + beginning
+
+    def _documents(self, request: Request) -> list[np.ndarray]:
+        """Token ids of the documents that exist, in their order."""
+        read = self._observed if request.observed else self._alone
+        return [read(row) for row in request.rows.tolist() if row >= 0]
 
     def _cuts(self, count: int) -> Iterator[tuple[int, int, int]]:
         """(first, last, rows) of each batch of `count` requests."""
@@ -196,6 +203,15 @@ def _history(episode, turn) -> np.ndarray:
 
 def _ids(tokens: Sequence[int]) -> np.ndarray:
     return np.asarray(tokens, np.int32)
+
+
+def _common(documents: Sequence[np.ndarray]) -> int:
+    """How many tokens all of them begin with; the shortest keeps one, whose state predicts what follows."""
+    shortest = min(map(len, documents), default=1) - 1
+    if shortest < 1:
+        return 0
+    same = (np.stack([document[:shortest] for document in documents]) == documents[0][:shortest]).all(0)
+    return shortest if same.all() else int(same.argmin())
 
 
 def _width(length: int, least: int, parts: int) -> int:

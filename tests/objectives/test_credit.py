@@ -238,9 +238,9 @@ def test_equal_requests_are_scored_once(tokenizer, monkeypatch):
 def test_batches_and_shapes_waste_little(tokenizer):
     scorer = Scorer(make_policy(lora=False)[0], PASSAGES, tokenizer, ScoringConfig(turns_per_batch=32))
     assert list(scorer._cuts(70)) == [(0, 32, 32), (32, 64, 32), (64, 68, 4), (68, 70, 4)]
-    widths = [scoring._width(n, 8, 4) for n in range(1, 1025)]
-    assert all(n <= width <= max(n + 7, 1.25 * n) for n, width in enumerate(widths, 1))
-    assert len(set(widths)) == 24
+    widths = [scoring._width(n, 4, 4) for n in range(1, 1025)]
+    assert all(n <= width <= max(n + 3, 1.25 * n) for n, width in enumerate(widths, 1))
+    assert len(set(widths)) == 28
 
 
 def test_several_golds_are_a_log_mean_of_likelihoods(tokenizer):
@@ -271,5 +271,30 @@ def test_cut_documents(tokenizer):
     batch, _ = scorer.pack([request], 1)
     answer = [*request.lead, *request.targets[0]]
     frame = len(protocol.encode(tokenizer, "<information>")) + len(protocol.encode(tokenizer, "</information>"))
-    assert batch["continuation_valid"].sum(-1).max() == 30 + frame + len(answer)
+    common = int(batch["history_valid"].sum()) - len(request.history)
+    assert common + batch["continuation_valid"].sum(-1).max() == 30 + frame + len(answer)
     assert np.isfinite(scorer({"params": params}, [request])[0]).all()
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2], [-1, 3, 3], [2, -1, -1], [-1, -1, -1]])
+def test_what_documents_begin_with_is_read_once(tokenizer, rows):
+    """Different ones, the same one twice, one alone, none."""
+    (episode, turn), *_ = make_turns(tokenizer)
+    scorer = Scorer(None, PASSAGES, tokenizer, ScoringConfig())
+    request = scorer.answer(episode, SimpleNamespace(history=turn.history, rows=np.asarray(rows, np.int32)))
+    batch, _ = scorer.pack([request], 1)
+    history = batch["history"][0][batch["history_valid"][0]].tolist()
+    assert history[: len(request.history)] == request.history.tolist()
+    beginning, target = history[len(request.history) :], [*request.lead, *request.targets[0]]
+    existing = [row for row in rows if row >= 0]
+    opening = protocol.encode(tokenizer, "<information>")
+    assert beginning[: len(opening)] == opening[: len(beginning)] and (len(beginning) > len(opening)) == bool(existing)
+    shortest = 1 << 30
+    for row, ids, valid in zip(rows, batch["continuation"][0], batch["continuation_valid"][0]):
+        document = [] if row < 0 else [*protocol.document_tokens(PASSAGES[row], tokenizer), *target]
+        assert (beginning if document else []) + ids[valid].tolist() == document
+        if document:
+            shortest = min(shortest, valid.sum() - len(target))
+    assert shortest >= 1
+    if existing and len(set(existing)) == 1:
+        assert shortest == 1  # the closing tag's last token
