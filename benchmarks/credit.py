@@ -3,7 +3,11 @@
     python benchmarks/credit.py
     python benchmarks/credit.py --quick
 
-Both compute l_d of `objectives.credit` (METHOD 3) with the same weights and unembed answer tokens only. Cases: *mini*, turns of the
+And *in place*: as if the history were in the rollout's cache at the moment of its search, so that only the documents are computed.
+Its seconds and FLOPs leave out what a real one must add (taking the history out of the rollout's cache, scoring few turns at a time
+while the rollouts wait), so the ratio shared over in_place is the most that could be gained.
+
+All compute l_d of `objectives.credit` (METHOD 3) with the same weights and unembed answer tokens only. Cases: *mini*, turns of the
 mini world as `objectives.scoring.Scorer` packs them (configs/mini.py; padding and all); *small*, a random 4.5 M parameter Qwen2 at
 paper-like lengths; *qwen2.5-3b*, the same lengths, compiled on abstract arrays, no weights. FLOPs are XLA's of the compiled
 programs. It counts the body of a loop once: f(L) is the rest and one layer, f(0), of a program without layers, is the rest, and all
@@ -31,7 +35,7 @@ from bridge_jax import config as configuration
 from bridge_jax.data.prompts import build_prompt
 from bridge_jax.data.qa import load_questions
 from bridge_jax.models import hub, qwen2
-from bridge_jax.objectives.credit import document_log_likelihood
+from bridge_jax.objectives.credit import after_block, document_log_likelihood
 from bridge_jax.objectives.logprobs import token_logps
 from bridge_jax.objectives.scoring import Scorer
 from bridge_jax.retrieval.corpus import Corpus
@@ -78,6 +82,17 @@ def shared(model, variables, arrays: Arrays, answer_tokens: int, chunk: int = 10
     return document_log_likelihood(model, variables, **arrays, answer_tokens=answer_tokens, chunk=chunk)
 
 
+def in_place(model, variables, given, answer_tokens: int, chunk: int = 1024) -> jax.Array:
+    """[U, C]: ours, with the histories in a cache block (`behind_cache`)."""
+    return after_block(model, variables, **given, answer_tokens=answer_tokens, chunk=chunk)
+
+
+def behind_cache(model, variables, arrays: Arrays):
+    """What `in_place` is given: the arrays, with a block for the histories."""
+    block = model.apply(variables, arrays["history"], valid=arrays["history_valid"], output="block")
+    return {"shared": block} | {name: values for name, values in arrays.items() if not name.startswith("history")}
+
+
 def independent(model, variables, rows: Arrays, answer_tokens: int, chunk: int = 1024) -> jax.Array:
     """[U * C]: a forward pass over every row of `whole_rows`."""
     hidden = model.apply(variables, rows["tokens"], valid=rows["valid"], output="hidden")
@@ -112,6 +127,10 @@ def run(model, params: dict, arrays: Arrays, answer_tokens: int, rounds: int) ->
     calls = {
         "shared": (jax.jit(functools.partial(shared, model, answer_tokens=answer_tokens)), arrays),
         "independent": (jax.jit(functools.partial(independent, model, answer_tokens=answer_tokens)), rows),
+        "in_place": (
+            jax.jit(functools.partial(in_place, model, answer_tokens=answer_tokens)),
+            jax.jit(functools.partial(behind_cache, model))(variables, arrays),
+        ),
     }
     values = {name: np.ravel(call(variables, given)) for name, (call, given) in calls.items()}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -121,20 +140,23 @@ def run(model, params: dict, arrays: Arrays, answer_tokens: int, rounds: int) ->
             jax.block_until_ready(call(variables, given))
             seconds[name].append(time.perf_counter() - begin)
     ratios = [slow / fast for slow, fast in zip(seconds["independent"], seconds["shared"])]
+    gains = [shared / fast for shared, fast in zip(seconds["shared"], seconds["in_place"])]
     return flops(model.config, arrays, answer_tokens) | {
-        "max_abs_diff": float(np.abs(values["shared"] - values["independent"]).max()),
+        "max_abs_diff": max(float(np.abs(values[name] - values["independent"]).max()) for name in ("shared", "in_place")),
         "smallest_l": float(values["shared"].min()),
         "seconds": {name: compare.spread(times) for name, times in seconds.items()},
         "seconds_ratio": compare.spread(ratios),
+        "shared_over_in_place": compare.spread(gains),
     }
 
 
 def flops(config: qwen2.Qwen2Config, arrays: Arrays, answer_tokens: int) -> dict:
-    """FLOPs of both compiled programs, and what they are over."""
+    """FLOPs of the compiled programs, and what they are over."""
     rows = whole_rows(arrays)
     found = {
         "shared": compiled_flops(shared, config, arrays, answer_tokens),
         "independent": compiled_flops(independent, config, rows, answer_tokens),
+        "in_place": compiled_flops(in_place, config, arrays, answer_tokens),
     }
     U, C, T = arrays["continuation"].shape
     return {
@@ -145,6 +167,7 @@ def flops(config: qwen2.Qwen2Config, arrays: Arrays, answer_tokens: int) -> dict
         "row": rows["tokens"].shape[1],
         "flops": found,
         "flops_ratio": found["independent"] / found["shared"],
+        "flops_shared_over_in_place": found["shared"] / found["in_place"],
     }
 
 
@@ -154,8 +177,11 @@ def compiled_flops(program, config: qwen2.Qwen2Config, arrays: Arrays, answer_to
     def compiled(layers: int):
         part = dataclasses.replace(config, num_layers=layers)
         call = functools.partial(program, qwen2.Qwen2(part), answer_tokens=answer_tokens, chunk=UNCHUNKED)
+        variables = {"params": qwen2.abstract_params(part)}
         given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(arrays))
-        return jax.jit(call).lower({"params": qwen2.abstract_params(part)}, given).compile()
+        if program is in_place:
+            given = jax.eval_shape(functools.partial(behind_cache, qwen2.Qwen2(part)), variables, given)
+        return jax.jit(call).lower(variables, given).compile()
 
     none, all_layers = compiled(0), compiled(config.num_layers)
     if f'"n":"{config.num_layers}"' not in all_layers.as_text():

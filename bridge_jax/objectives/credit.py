@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from bridge_jax.models import qwen2
+from bridge_jax.models.cache import KVBlock
 from bridge_jax.objectives.logprobs import token_logps
 
 
@@ -42,10 +43,26 @@ def differentiable_log_likelihood(
       chunk: tokens unembedded at once. [U*C, T, V] is never built: only the states that predict answer tokens are unembedded.
     Its gradient with respect to `variables` is theta's part of L_RAG (METHOD 1, `objectives.two_state`).
     """
+    shared = model.apply(variables, history, valid=history_valid, output="block")
+    return after_block(
+        model, variables, shared, continuation, continuation_valid, answer_mask, answer_tokens=answer_tokens, chunk=chunk
+    )
+
+
+def after_block(
+    model: qwen2.Qwen2,
+    variables,
+    shared: KVBlock,
+    continuation: jax.Array,
+    continuation_valid: jax.Array,
+    answer_mask: jax.Array,
+    *,
+    answer_tokens: int | None = None,
+    chunk: int = 1024,
+) -> jax.Array:
+    """`differentiable_log_likelihood` behind U histories that are in a cache block already."""
     U, C, T = continuation.shape
     A = T if answer_tokens is None else min(answer_tokens, T)
-
-    shared = model.apply(variables, history, valid=history_valid, output="block")
     rows = continuation.reshape(U * C, T)
     hidden = model.apply(variables, rows, valid=continuation_valid.reshape(U * C, T), shared=shared, output="hidden")
 

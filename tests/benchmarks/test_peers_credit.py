@@ -22,7 +22,7 @@ def test_rows_leave_no_padding_between_history_and_document():
     np.testing.assert_array_equal(rows["answer_mask"], [[0, 0, 0, 1], [0] * 4, [0, 0, 0, 1], [0, 0, 0, 1]])
 
 
-def test_both_give_the_same_likelihoods_and_the_count_is_that_of_the_products():
+def test_all_give_the_same_likelihoods_and_the_count_is_that_of_the_products():
     config = peer_models.random_config(512)
     arrays, answer = credit.random_turn(config, 0, history=40, document=10, answer=3, documents=6)
     found = credit.run(qwen2.Qwen2(config), peer_models.random_params(config, 0), arrays, answer, rounds=1)
@@ -35,3 +35,4 @@ def test_both_give_the_same_likelihoods_and_the_count_is_that_of_the_products():
     head = 2 * 6 * 3 * config.hidden_size * config.vocab_size
     assert found["flops"]["independent"] == pytest.approx(products(6, 53, 53) + head, rel=0.05)
     assert found["flops"]["shared"] == pytest.approx(products(1, 40, 40) + products(6, 13, 53) + head, rel=0.05)
+    assert found["flops"]["in_place"] == pytest.approx(products(6, 13, 53) + head, rel=0.05)
