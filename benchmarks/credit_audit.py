@@ -1,11 +1,12 @@
 """Credit audit over training: what share of the credited searches had no advantage, and did the posterior find the passage?
 
-    python benchmarks/credit_audit.py [--seeds=3] [--jobs=2]    # ablation.py's rows bridge and bridge_tau_1; finished runs are read
+    python benchmarks/credit_audit.py [--seeds=3] [--jobs=2]    # ablation.py's rows bridge and decoupled_rl; finished runs are read
     python benchmarks/credit_audit.py --quick
 
 The paper: 85.26 % of audited turns had zero advantage; there p was nearly uniform, and w put 88 % of its mass on the favoured
-document. Measured on logged rollouts: all turns, by turn, by answer type (yes/no apart), by hop; the zero-advantage ones apart; the
-first and the last third of training. Writes results/credit_audit.json and a plot over the steps.
+document. Measured on logged rollouts (every fifth step; `logged_steps` in the result): all turns, by turn, by answer type (yes/no
+apart), by hop; those of zero and of negative advantage apart; the first and the last third of the logged steps. Writes
+results/credit_audit.json and a plot over the steps.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from outcomes import Outcome
 from bridge_jax.training.credit_audit import MEASURES, summarise
 
 NAME = "credit_audit"
-ROWS = ("bridge", "bridge_tau_1")
+ROWS = ("bridge", "decoupled_rl")
 OVER_STEPS = ("credit/zero_advantage_turns", "credit/p_entropy", "credit/weight_max", "credit/weight_max_p")
 
 
@@ -63,6 +64,7 @@ def audited(outcomes: Sequence[Outcome]) -> dict:
         "early": lambda row: row["step"] <= steps[third - 1],
         "late": lambda row: row["step"] >= steps[-third],
         "zero_advantage": lambda row: row["zero_advantage"] == 1,
+        "negative_advantage": lambda row: row["advantage"] < 0,
         "zero_advantage_late": lambda row: row["zero_advantage"] == 1 and row["step"] >= steps[-third],
     }
     result = {part: over_seeds([summarise([r for r in rows if wanted(r)]) for rows in by_seed]) for part, wanted in parts.items()}

@@ -6,10 +6,12 @@
 At a checkpoint of a `two_state` run, on batches of fresh training questions: rollouts, their document likelihoods, an update of
 both lower levels, then the three gradients of `objectives.two_state.policy_gradients` at the same theta, on the same rollouts.
 Cosine and relative error are against `two_state`. The lower levels in two ways: "training", one update of the run's own eta_gamma
-and eta* with their optimisers, at the run's gamma; and "solved", the definition of METHOD 1: both from the run's eta_gamma,
-`--passes` times over the turns of the batch (no warm-up), at each gamma.
+and eta* with their optimisers; and "descended", towards METHOD 1's definition: both from the run's eta_gamma, `--passes` times over
+the turns of the batch (no warm-up). For each the lower levels' values and gradient norms before and after: w is a constant in
+J_ret, so what its gradient descends is the potential mean_turns A * (- logsumexp(log p + l)), and with gamma the same of
+A + gamma. Where A + gamma < 0 a turn's potential has no minimum, so eta_gamma is not defined by it, only by the descent.
 
-The landscape behind it, solved at the config's gamma: the retriever's losses along the line from eta* to eta_gamma, and J_RL and
+The landscape behind it, descended at the config's gamma: the retriever's losses along the line from eta* to eta_gamma, and J_RL and
 gamma times the pair of RAG terms along the policy's own step. Writes results/fidelity.json, fidelity_eta.png, fidelity_theta.png.
 """
 
@@ -37,7 +39,7 @@ from bridge_jax.data.prompts import build_prompt
 from bridge_jax.data.stream import QuestionStream
 from bridge_jax.objectives import bilevel, rewards, two_state
 from bridge_jax.objectives.grpo import group_advantages
-from bridge_jax.objectives.rag import retriever_loss
+from bridge_jax.objectives.rag import responsibilities
 from bridge_jax.training import batch as batches
 from bridge_jax.training.credit_stage import Credited, CreditStage
 from bridge_jax.training.loop import training_mixture
@@ -47,13 +49,14 @@ from bridge_jax.training.state import step_config
 NAME = "fidelity"
 GAMMAS = (0.002, 0.02, 0.2, 2.0)
 EARLY = 5  # steps
-FRESH = 1000  # seed of the batches measured on: no run trains on these draws
+FRESH = 1000  # seed of the batches measured on: draws of their own from the training questions, which runs have partly seen
+PAPERS_GAMMA = 0.02
 
 
 def main() -> None:
     parser = runs.parser(__doc__, seeds=1)
     parser.add_argument("--batches", type=int, default=3, help="batches of questions a checkpoint (default 3)")
-    parser.add_argument("--passes", type=int, default=50, help="over a batch's turns to solve the lower levels (default 50)")
+    parser.add_argument("--passes", type=int, default=50, help="over a batch's turns, descending (default 50)")
     args = parser.parse_args()
     root, shared = runs.root_of(args, ablation.NAME), ablation.base(args)
     early = {**shared, "train.steps": 1 if args.quick else EARLY, "method.name": "two_state"}
@@ -80,8 +83,8 @@ def main() -> None:
         result.setdefault("zero_advantage_turns", {})[name] = float(np.mean([batch.without_advantage() for batch in of_point]))
         own = points[0].config.credit.gamma
         result["checkpoints"][name] = {
-            "training": {str(own): fidelity(of_point, own, 0)},
-            "solved": {str(gamma): fidelity(of_point, gamma, passes) for gamma in gammas},
+            "training": {str(gamma): fidelity(of_point, gamma, 0) for gamma in (PAPERS_GAMMA, own)},
+            "descended": {str(gamma): fidelity(of_point, gamma, passes) for gamma in gammas},
         }
         runs.say(f"{name}: {json.dumps(result['checkpoints'][name])}")
         if name == "late":
@@ -147,7 +150,11 @@ class Measured:
         config = step_config(self.point.config)
         return dataclasses.replace(config, retriever=dataclasses.replace(config.retriever, gamma=gamma))
 
-    def solved(self, gamma: float, passes: int) -> bilevel.BridgeState:
+    def starting(self, passes: int) -> bilevel.BridgeState:
+        """The state whose lower levels `descended` moves."""
+        return two_state.with_star(self.point.learner.modules, self.point.state) if passes else self.point.state
+
+    def descended(self, gamma: float, passes: int) -> bilevel.BridgeState:
         """The state with eta_gamma and eta*: after `passes` over the turns from one start, or (0) one step of the run."""
         point, settings, state = self.point, self.settings(gamma), self.point.state
         modules = point.learner.modules
@@ -162,22 +169,47 @@ class Measured:
 
 
 def fidelity(measured: Sequence[Measured], gamma: float, passes: int) -> dict:
-    """{"one_state", "drop": {"cosine", "relative_error"}, "pair_over_rl"}, each the mean, lowest and highest over batches."""
+    """{"one_state", "drop": {"cosine", "relative_error"}, "pair_over_rl"}, each the mean, lowest and highest over batches;
+    and "descent", means over batches."""
     rows = []
     for batch in measured:
-        point = batch.point
+        point, before, after = batch.point, batch.starting(passes), batch.descended(gamma, passes)
         found = two_state.policy_gradients(
-            batch.settings(gamma), point.learner.modules, point.frozen, batch.solved(gamma, passes), batch.rollouts,
+            batch.settings(gamma), point.learner.modules, point.frozen, after, batch.rollouts,
             batch.credited.turns, batch.credited.owners, batch.scored,
         )  # fmt: skip
+        levels = descent(batch, gamma, before, after)
         rows.append({name: compare(found[name], found["two_state"]) for name in ("one_state", "drop")})
         pair = jax.tree.map(jnp.subtract, found["two_state"], found["one_state"])
         rows[-1]["pair_over_rl"] = float(optax.tree.norm(pair) / optax.tree.norm(found["one_state"]))
+        rows[-1]["descent"] = levels
     result = {
         name: {measure: stats.spread([row[name][measure] for row in rows]) for measure in ("cosine", "relative_error")}
         for name in ("one_state", "drop")
     }
-    return result | {"pair_over_rl": stats.spread([row["pair_over_rl"] for row in rows])}
+    return result | {
+        "pair_over_rl": stats.spread([row["pair_over_rl"] for row in rows]),
+        "descent": jax.tree.map(lambda *values: float(np.mean(values)), *[row["descent"] for row in rows]),
+    }
+
+
+def descent(batch: Measured, gamma: float, before: bilevel.BridgeState, after: bilevel.BridgeState) -> dict:
+    """Of both lower levels: [before, after] of potential and gradient norm; and the share of turns with A + gamma < 0."""
+    losses = functools.partial(_lower_losses, batch.point)
+
+    def penalised(lora, turns):
+        rag, outcome = losses(lora, turns)
+        return outcome + gamma * rag
+
+    turns = batch.credited.turns
+    found = {"without_minimum": float(np.mean(np.asarray(turns.advantages)[np.asarray(turns.mask)] + gamma < 0))}
+    for name, function, states in (
+        ("eta_gamma", penalised, (before.retriever, after.retriever)),
+        ("eta_star", lambda lora, turns: losses(lora, turns)[0], (before.star, after.star)),
+    ):
+        values, gradients = zip(*[jax.jit(jax.value_and_grad(function))(lora, turns) for lora in states], strict=True)
+        found[name] = {"potential": list(map(float, values)), "gradient_norm": [float(optax.tree.norm(g)) for g in gradients]}
+    return found
 
 
 def compare(ours, reference) -> dict[str, float]:
@@ -193,8 +225,8 @@ def landscape(batch: Measured, passes: int, args: argparse.Namespace) -> dict:
     """{"eta": losses along eta* -> eta_gamma, "theta": J_RL and the pair along the policy's step}, at the config's gamma."""
     point = batch.point
     gamma = point.config.credit.gamma
-    settings, state = batch.settings(gamma), batch.solved(gamma, passes)
-    losses = jax.jit(functools.partial(_lower_losses, settings, point))
+    settings, state = batch.settings(gamma), batch.descended(gamma, passes)
+    losses = jax.jit(functools.partial(_lower_losses, point))
 
     at = np.linspace(-1, 2, 4 if args.quick else 13)
     along_eta = {"at": at.tolist(), "L_RAG": [], "J_ret": []}
@@ -219,20 +251,17 @@ def landscape(batch: Measured, passes: int, args: argparse.Namespace) -> dict:
     return {"gamma": gamma, "passes": passes, "step": point.step, "eta": along_eta, "theta": along_theta}
 
 
-def _lower_losses(settings: bilevel.StepConfig, point: Point, lora, turns: bilevel.Turns) -> tuple[jax.Array, jax.Array]:
-    """(L_RAG, J_ret) of a retriever, means over turns."""
+def _lower_losses(point: Point, lora, turns: bilevel.Turns) -> tuple[jax.Array, jax.Array]:
+    """(L_RAG, the potential of J_ret) of a retriever, means over turns."""
     queries = point.assets.encoder.module.apply(
         {"params": point.frozen.encoder, "lora": lora}, turns.query_tokens, turns.query_mask
     )
-
-    def mean(**terms) -> jax.Array:
-        config = dataclasses.replace(settings.retriever, gamma=1.0, anchor=0.0, **terms)
-        total, count, _ = retriever_loss(
-            queries, turns.doc_vectors, turns.log_likelihood, turns.advantages, turns.mask, config, turns.doc_mask
-        )
-        return total / count
-
-    return mean(use_outcome=False, use_rag=True), mean(use_outcome=True, use_rag=False)
+    scores = jnp.einsum("ud,ucd->uc", queries.astype(jnp.float32), jnp.asarray(turns.doc_vectors, jnp.float32))
+    candidates = turns.doc_mask | ~turns.mask[:, None]  # padding turns: any finite number
+    likelihood = jnp.where(candidates & turns.mask[:, None], turns.log_likelihood, 0.0)
+    log_p, _ = responsibilities(scores, likelihood, point.config.credit.tau, candidates)
+    nll = jnp.where(turns.mask, -jax.nn.logsumexp(log_p + likelihood, -1), 0.0)
+    return nll.sum() / turns.mask.sum(), (turns.advantages * nll).sum() / turns.mask.sum()
 
 
 def _scored_again(batch: Measured, policy) -> bilevel.Turns:
@@ -254,7 +283,7 @@ def plot(result: dict, folder: Path) -> None:
     penalised = [outcome + gamma * rag for outcome, rag in zip(eta["J_ret"], eta["L_RAG"])]
     panels = {
         "lower-level losses along eta* (0) to eta_gamma (1)": {
-            "L_RAG": (at, _from(eta["L_RAG"], at, 0)), f"J_ret + {gamma:g} L_RAG": (at, _from(penalised, at, 0)),
+            "L_RAG": (at, _from(eta["L_RAG"], at, 0)), f"J_ret's potential + {gamma:g} L_RAG": (at, _from(penalised, at, 0)),
         }
     }  # fmt: skip
     plots.lines(folder / f"{NAME}_eta.png", panels, "position on the line", "loss, above its value at eta*")

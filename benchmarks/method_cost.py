@@ -4,7 +4,8 @@
     python benchmarks/method_cost.py --quick
 
 Each measurement is a process that trains a few steps of one method from the start, on all cores this script may use; the methods
-take turns, so that a slow minute of the machine falls on all of them, and the first steps (compilation) are left out. Time:
+take turns, so that a slow minute of the machine falls on all of them. The first steps are left out, and later ones in which a
+program was compiled. Time:
 medians over steps of the whole step, and of the phases of an update (scoring, retriever, policy). Memory, twice: *compiled* is
 what XLA plans for the largest program of an update (arguments, results and temporaries, aliased buffers once) plus the arrays
 that lie beside it; *measured* is the growth of the process's peak resident memory from before the first step, compiling included
@@ -15,7 +16,6 @@ one / two); step_seconds, of the other rows as well (one process each), which `a
 from __future__ import annotations
 
 import json
-import os
 import resource
 import statistics
 import subprocess
@@ -34,7 +34,8 @@ NAME = "method_cost"
 METHODS = ("bridge", "vt_search", "two_state")
 # Measured once, for their seconds a step. The first steps of rag_then_rl train the retriever alone.
 OTHERS = ("retriever_stage", "drop", "search_r1", "search_r1_ppo", "vt_search_2g", "bridge_2g", "vt_search_4g")
-SKIPPED = 2  # steps: compilation
+SKIPPED = 2  # steps
+COMPILED = ("compilations/update", "compilations/score", "rollout/compilations")  # the last one counts a step's, the others all
 # The update of a step in which the retriever learns: what METHOD 6 calls "per retriever update".
 UPDATE = ("time/score", "time/retriever", "time/correction", "time/policy")
 
@@ -51,7 +52,7 @@ def main() -> None:
         print(json.dumps(worker(args.config, {**overrides, **changes(args.worker, args.config)}, steps)))
         return
     root = runs.root_of(args, NAME)
-    environment = {"JAX_COMPILATION_CACHE_DIR": str(runs.programs(root)), **os.environ}
+    environment = runs.environment(root)
     found: dict[str, list[dict]] = {name: [] for name in (*METHODS, *OTHERS)}
     for number in range(1 if args.quick else args.rounds):
         for name in found if number == 0 and not args.quick else METHODS:
@@ -140,8 +141,20 @@ def worker(config_file: str, overrides: dict[str, object], steps: int) -> dict:
             jax.block_until_ready(state)
             rows.append(metrics)
         measured = peak_bytes() - before
-    times = {name: [row[name] for row in rows[SKIPPED:]] for name in rows[-1] if name.startswith("time/")}
+    kept = usual(rows)
+    times = {name: [row[name] for row in kept] for name in rows[-1] if name.startswith("time/")}
     return times | {"compiled_bytes": planned.largest(), "measured_bytes": measured, "programs": planned.bytes}
+
+
+def usual(rows: Sequence[dict]) -> list[dict]:
+    """The steps that show what a step takes: not the first ones, and none in which something was compiled (if others are left)."""
+
+    def compiled(row: dict, before: dict) -> bool:
+        total = any(row.get(name, 0) != before.get(name, 0) for name in COMPILED[:-1])
+        return total or row.get(COMPILED[-1], 0) > 0
+
+    later = [row for before, row in zip(rows[SKIPPED - 1 :], rows[SKIPPED:]) if not compiled(row, before)]
+    return later or list(rows[SKIPPED:])
 
 
 class Planned:

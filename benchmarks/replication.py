@@ -52,11 +52,12 @@ def ablation(results: Mapping) -> str:
     rows = []
     for name in ["start", *found["groups"]["main"]]:
         row = found["table"][name]
-        cells = [f"`{name}`", str(row["seeds"]), points(row["em"]["single_hop"], False), points(row["em"]["multi_hop"], False)]
+        cells = [f"`{name}`", str(row["seeds"]), str(row.get("rollouts", 0))]
+        cells += [points(row["em"]["single_hop"], False), points(row["em"]["multi_hop"], False)]
         cells += [points(row["em"]["overall"], False), points(row["minus_vt_search"]["multi_hop"])]
         cells += [points(row["minus_bridge"]["multi_hop"]), " + ".join(f"{a:.1f}" for a in row.get("step_seconds", ())) or "-"]
         rows.append(cells)
-    head = ["method", "seeds", "single-hop EM", "multi-hop EM", "average EM"]
+    head = ["method", "seeds", "rollouts", "single-hop EM", "multi-hop EM", "average EM"]
     head += ["multi-hop, minus vt_search", "multi-hop, minus bridge", "s a step"]
     return f"{found['steps']} steps a stage, commit {found['machine']['commit']}.\n\n{table(head, rows)}"
 
@@ -103,13 +104,15 @@ def claims(results: Mapping) -> str:
 
     def compare(text: str, paper: str, better: str, worse: str, group: str = "multi_hop") -> None:
         other = {"bridge": "minus_bridge", "vt_search": "minus_vt_search"}
-        if better in found and worse in found:
-            if worse in other:
-                gap = found[better][other[worse]][group]
-            else:
-                back = found[worse][other[better]][group]
-                gap = {"mean": -back["mean"], "low": -back["high"], "high": -back["low"]}
-            rows.append([text, paper, points(gap), verdict(gap)])
+        if better not in found or worse not in found:
+            rows.append([text, paper, "-", "not measured"])
+            return
+        if worse in other:
+            gap = found[better][other[worse]][group]
+        else:
+            back = found[worse][other[better]][group]
+            gap = {"mean": -back["mean"], "low": -back["high"], "high": -back["low"]}
+        rows.append([text, paper, points(gap), verdict(gap)])
 
     compare("bridge above vt_search, multi-hop", "31.3 against 21.7", "bridge", "vt_search")
     compare("bridge above vt_search, single-hop", "-", "bridge", "vt_search", "single_hop")
@@ -121,7 +124,9 @@ def claims(results: Mapping) -> str:
         for group, gap in order["rag_then_rl_minus_rl_then_rag"].items():
             paper = {"multi_hop": "23.8 against 23.3"}.get(group, "-")
             rows.append([f"RAG-then-RL above RL-then-RAG, {group.replace('_', '-')}", paper, points(gap), verdict(gap)])
-    compare("bridge with G above vt_search with 2 G, multi-hop", "G=8 against G=16", "bridge", "vt_search_2g")
+    for many in (2, 4):
+        paper = "G=8 against G=16" if many == 2 else "-"
+        compare(f"bridge with G above vt_search with {many} G, multi-hop", paper, "bridge", f"vt_search_{many}g")
     return table(["claim", "paper, EM", "ours, difference in points (95 %)", "verdict"], rows)
 
 
@@ -155,10 +160,13 @@ def fidelity(results: Mapping) -> str:
     for checkpoint, of_way in results["fidelity"]["checkpoints"].items():
         for way, of_gamma in of_way.items():
             for gamma, found in of_gamma.items():
+                level = found["descent"]["eta_gamma"]
+                potential, norm = (" to ".join(f"{x:.2g}" for x in level[name]) for name in ("potential", "gradient_norm"))
                 cells = [checkpoint, way, gamma]
                 for name in ("one_state", "drop"):
                     cells += [f"{found[name]['cosine']['mean']:.4f}", f"{found[name]['relative_error']['mean']:.3f}"]
-                rows.append([*cells, f"{found['pair_over_rl']['mean']:.3f}"])
+                cells += [f"{found['pair_over_rl']['mean']:.3f}", potential, norm]
+                rows.append([*cells, f"{100 * found['descent']['without_minimum']:.0f}"])
     head = [
         "checkpoint",
         "lower levels",
@@ -168,6 +176,9 @@ def fidelity(results: Mapping) -> str:
         "drop: cosine",
         "rel. error",
         "pair / J_RL gradient",
+        "potential of eta_gamma",
+        "its gradient's norm",
+        "turns without a minimum, %",
     ]
     return table(head, rows)
 
@@ -175,8 +186,10 @@ def fidelity(results: Mapping) -> str:
 def cost(results: Mapping) -> str:
     """Time and memory of a step."""
     found = results["method_cost"]
+    by_round = found["bridge_over_vt_search_by_round"]
+    rounds = f"{min(by_round):.2f} to {max(by_round):.2f}"
     rows = [
-        ["a bridge step over a vt_search step, time", "2.07x", f"{found['bridge_over_vt_search']:.2f}x"],
+        ["a bridge step over a vt_search step, time", "2.07x", f"{found['bridge_over_vt_search']:.2f}x ({rounds} by round)"],
         ["one state against two, time of an update", "-55.8 %", f"{-100 * found['one_state_time_saving']:+.1f} %"],
         ["one state against two, compiled memory", "-49.7 %", f"{-100 * found['one_state_memory_saving']:+.1f} %"],
         ["one state against two, peak measured", "-49.7 %", f"{-100 * found['one_state_measured_memory_saving']:+.1f} %"],
@@ -188,15 +201,31 @@ def credit(results: Mapping) -> str:
     """Zero-advantage share, entropy, largest responsibility."""
     rows = []
     for row_name, row in results["credit_audit"]["rows"].items():
-        for part in ("whole_run", "early", "late", "zero_advantage"):
+        turns = row["whole_run"]["all"]["turns"]
+        for part in ("whole_run", "early", "late", "zero_advantage", "negative_advantage"):
             for group in ("all", "turn1", "turn2", "yes_no", "other_answers"):
                 found = row[part].get(group)
                 if found and (part in ("whole_run", "zero_advantage") or group == "all"):
-                    cells = [f"`{row_name}`", part.replace("_", " "), group.replace("_", " "), str(found["turns"])]
+                    cells = [
+                        f"`{row_name}`",
+                        part.replace("_", " "),
+                        group.replace("_", " "),
+                        f"{100 * found['turns'] / turns:.0f}",
+                    ]
                     cells += [f"{100 * found['zero_advantage']['mean']:.1f}", f"{found['p_entropy']['mean']:.2f}"]
                     measures = ("p_max", "w_max", "argmax_w_gold")
                     rows.append(cells + [f"{found[name]['mean']:.2f}" if name in found else "-" for name in measures])
-    head = ["row", "part", "turns of", "n", "zero advantage, %", "entropy of p", "largest p", "largest w", "w's argmax is gold"]
+    head = [
+        "row",
+        "part",
+        "turns of",
+        "% of turns",
+        "zero advantage, %",
+        "entropy of p",
+        "largest p",
+        "largest w",
+        "w's argmax is gold",
+    ]
     return table(head, rows)
 
 
@@ -208,7 +237,8 @@ def first_hop(results: Mapping) -> str:
         for variant, row in found.items():
             turns = row["training_turns"].get("golds2/turn1", {})
             cells = [f"`{variant}`", str(row["seeds"])]
-            cells += [f"{turns['argmax_l_gold']['mean']:.2f}" if "argmax_l_gold" in turns else "-"]
+            scored = "argmax_l_gold" in turns and not variant.startswith("mask")  # masked turns have no l
+            cells += [f"{turns['argmax_l_gold']['mean']:.2f}" if scored else "-"]
             cells += [f"{100 * row['recall@3_by_hop'][hop]['mean']:.1f}" for hop in ("hop1", "hop2")]
             cells += [points(row["em"]["two_hop"], False), points(row["em"]["overall"], False)]
             for other in ("paper", "mask"):

@@ -1,6 +1,6 @@
 """The mini world: every method in minutes on two cores (`make demo`), through the same engine as the real models.
 
-A 0.9 M parameter policy (Qwen2.5 architecture) and a 0.3 M parameter encoder (E5 architecture) that know the language of a closed
+A 1.2 M parameter policy (Qwen2.5 architecture) and a 0.3 M parameter encoder (E5 architecture) that know the language of a closed
 encyclopaedia and none of its facts; 12,190 passages. Similarity finds the entity; which of its nine passages is needed, the
 retriever has to learn. Settings were picked on the validation splits.
 """

@@ -31,16 +31,17 @@ def test_claims_are_taken_from_whichever_side_has_the_difference():
     assert "| bridge above rag_then_rl, multi-hop | 31.3 against 23.8 | +20.0 (+10.0 to +30.0) | **holds** |" in text
     assert "| bridge above vt_search, multi-hop | 31.3 against 21.7 | +3.0 (+1.0 to +5.2) | **holds** |" in text
     assert "| RAG-then-RL above RL-then-RAG, multi-hop | 23.8 against 23.3 | +3.0 (+1.0 to +5.2) | **holds** |" in text
-    assert "2 G" not in text  # not measured
+    assert "| bridge with G above vt_search with 2 G, multi-hop | G=8 against G=16 | - | not measured |" in text
 
 
 def test_a_block_is_written_anew_and_the_text_around_it_stays():
     text = "before\n<!-- numbers: cost -->\nold\n<!-- end -->\nafter\n"
     measured = {
-        "bridge_over_vt_search": 1.2, "one_state_time_saving": 0.5, "one_state_memory_saving": 0.4,
+        "bridge_over_vt_search": 1.2, "bridge_over_vt_search_by_round": [1.1, 1.3],
+        "one_state_time_saving": 0.5, "one_state_memory_saving": 0.4,
         "one_state_measured_memory_saving": -0.1,
     }  # fmt: skip
     new = replication.filled(text, {"method_cost": measured})
     assert new.startswith("before\n<!-- numbers: cost -->\n\n| what |") and new.endswith("\n\n<!-- end -->\nafter\n")
-    assert "| 1.20x |" in new and "| -50.0 % |" in new and "| +10.0 % |" in new
+    assert "| 1.20x (1.10 to 1.30 by round) |" in new and "| -50.0 % |" in new and "| +10.0 % |" in new
     assert replication.filled(new, {}).count(replication.MISSING) == 1
