@@ -179,7 +179,7 @@ def _resolve_kind(kind: str) -> str:
 
 @contextlib.contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """Only one process builds in a folder. The lock ends with the process, however that ends."""
+    """Only one process builds in a folder, others wait. The lock ends with the process, however that ends."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: is a file; give a folder for the index")
     foreign = sorted(p.name for p in out.iterdir() if p.name not in OWN_FILES) if out.exists() else []
@@ -194,7 +194,8 @@ def _locked(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{out}: another process is building this index; wait for it or give another folder") from None
+            log.warning("%s: another process is building this index: waiting for it", out)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

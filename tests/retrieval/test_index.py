@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -252,7 +253,8 @@ def test_a_killed_build_goes_on_and_writes_the_same_bytes(tmp_path, corpus_file,
     assert {p.name for p in out.iterdir()} == {"embeddings.bf16", "manifest.json", "building.lock"}
 
 
-def test_two_builds_of_one_folder_do_not_mix(tmp_path, corpus_file, encoder_folder, encoder):
+def test_two_builds_of_one_folder_do_not_mix(tmp_path, corpus_file, encoder_folder, encoder, caplog):
+    """The second one waits, and goes on with what the first has left when that is killed."""
     script = KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "print('stuck', flush=True); import time; time.sleep(60)")
     out = tmp_path / "shared"
     other = subprocess.Popen(
@@ -260,8 +262,14 @@ def test_two_builds_of_one_folder_do_not_mix(tmp_path, corpus_file, encoder_fold
     )
     try:
         assert other.stdout.readline() == "stuck\n"
-        with pytest.raises(UserError, match="another process"):
-            build_index(corpus_file, encoder, out, kind="exact")
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(build_index, corpus_file, encoder, out, kind="exact")
+            deadline = time.monotonic() + 30
+            while "waiting for it" not in caplog.text and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert "another process is building this index" in caplog.text and not waiting.done()
+            other.kill()
+            assert len(waiting.result(timeout=60)) == 300
     finally:
         other.kill()
         other.wait()
