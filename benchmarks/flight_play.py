@@ -229,7 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="32 questions in 8 places; the result lies under runs/")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--root", help=argparse.SUPPRESS, default=None)
+    parser.set_defaults(root=None)
     args = parser.parse_args()
     result = measure(args.quick, args.seed)
     runs.save(NAME, result, args)

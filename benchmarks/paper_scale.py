@@ -62,6 +62,7 @@ class Lengths:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="the same (it is quick); the result lies under runs/")
+    parser.set_defaults(root=None)
     args = parser.parse_args()
     config, lengths = configuration.default(), Lengths()
     counted = flops(credit.QWEN_3B, lengths, config.rollout.candidates)
