@@ -55,8 +55,8 @@ def test_no_place_stays_empty_while_a_question_waits(groups):
 
 
 def test_the_last_question_does_not_wait_for_a_part_of_the_places():
-    """9 places, entered by twos: the tenth question takes the first place that is free, beside eight that go on for long."""
-    found = play([([32], [])] + [([640], [])] * 9, batch_groups=9, act=1 / 9)
+    """16 places, entered by twos: the last question takes the first place that is free, beside fifteen that go on for long."""
+    found = play([([32], [])] + [([640], [])] * 16, batch_groups=16, act=1 / 16)
     assert found["decode_steps"] == 32 + 640
 
 
