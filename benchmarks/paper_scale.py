@@ -31,8 +31,8 @@ NAME = "paper_scale"
 H200 = {"flops": 989e12, "bytes": 4.8e12}  # dense bfloat16; NVIDIA's data sheet
 MFU = 0.4
 BYTES = 2  # bfloat16
-# Share of the batch's rows that is decoding, as `rollout/flight.py` found it for ragged rollouts.
-OCCUPANCY = 0.33
+# Share of the batch's rows that is decoding in a step, of ragged rollouts with the lengths below.
+OCCUPANCY = 0.35  # `rows_decoding` of results/flight_play.json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Lengths:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="the same (it is quick); the result lies under runs/")
+    parser.set_defaults(root=None)
     args = parser.parse_args()
     config, lengths = configuration.default(), Lengths()
     counted = flops(credit.QWEN_3B, lengths, config.rollout.candidates)

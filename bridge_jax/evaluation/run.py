@@ -19,6 +19,10 @@ from bridge_jax.retrieval.progress import track
 from bridge_jax.rollout.episodes import RolloutEngine
 from bridge_jax.training.assets import Assets
 
+# Batches handed to the engine at once: a question that is finished leaves its place to the next one, and what is kept of episodes
+# until they are scored (some 0.1 MB each) stays bounded.
+BATCHES = 8
+
 
 def evaluation_engine(assets: Assets) -> RolloutEngine:
     """The run's engine with as many questions in flight as training has rollouts. Keep it: it compiles once."""
@@ -56,8 +60,9 @@ def evaluate_sets(
         show = track(f"evaluating {name}", len(questions), "questions") if progress else contextlib.nullcontext(lambda n: None)
         rows = records[name] = []
         with show as advance:
-            for at in range(0, len(questions), engine.config.batch_groups):
-                part = questions[at : at + engine.config.batch_groups]
+            step = BATCHES * engine.config.batch_groups
+            for at in range(0, len(questions), step):
+                part = questions[at : at + step]
                 prompts = [build_prompt(question, assets.tokenizer, assets.config.rollout.prompt) for question in part]
                 episodes, _ = engine.run(
                     policy_variables,
@@ -67,9 +72,9 @@ def evaluate_sets(
                     key=jax.random.key(seed),
                     temperature=0.0,
                     retriever_lora=retriever_lora,
+                    advance=advance,
                 )
                 rows += [aggregate.record(episode, assets.corpus, k) for episode in episodes]
-                advance(len(part))
     return {
         "datasets": {name: aggregate.summarise(rows, k, seed) for name, rows in records.items()},
         "averages": aggregate.averages(records, k, seed),

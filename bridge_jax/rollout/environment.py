@@ -1,7 +1,8 @@
 """The environment of a rollout: it reads the actions of rows that stopped, searches for all of them at once, and answers.
 
-What a query finds must not depend on the others it is searched with (`retrieval.vectors` sees to that), for which rows are acted on
-together depends on the batch.
+Which rows are acted on together depends on the batch, so what a query finds should not depend on the others it is searched with. It
+does up to rounding only: `e5.embed` encodes queries in batches whose number of rows follows how many there are, so a query's vector
+is the same to float rounding; equal vectors find the same passages with the same scores (`retrieval.vectors`).
 """
 
 from __future__ import annotations

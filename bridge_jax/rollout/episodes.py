@@ -1,16 +1,17 @@
 """Multi-turn episodes: the one rollout function of training, evaluation and `ask` (METHOD.md 2).
 
-The host acts between decoding rounds: it reads the action each stopped row asks for, searches for all of them in one batch, and
-appends every observation to the cache at once. What a row writes is kept as the ids that were sampled, next to their log-probs;
-text is only ever derived from ids, never the other way round. Shapes are few: a batch is always batch_groups x group_size rows
-(idle rows where questions run out), prompts and observations are padded to a handful of lengths, the cache has one capacity.
+The host acts between chunks of decoding (`flight.py`): it reads the actions of the rows that have stopped, searches for all of them
+in one batch, and appends the observations to the cache. What a row writes is kept as the ids that were sampled, next to their
+log-probs; text is only ever derived from ids, never the other way round. Shapes are few: a batch is always batch_groups x
+group_size rows (idle where questions run out), prompts and observations are padded to a handful of lengths, the cache has a few
+widths.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from bridge_jax.errors import UserError
 from bridge_jax.rollout import protocol
 from bridge_jax.rollout import sampler as device
 from bridge_jax.rollout.environment import Environment
-from bridge_jax.rollout.flight import Flight, private_widths
+from bridge_jax.rollout.flight import Flight, bucket, length_buckets, private_widths
 from bridge_jax.rollout.rows import Episode, RolloutConfig, Row, Turn
 from bridge_jax.rollout.stopping import stop_table
 
@@ -53,6 +54,7 @@ class RolloutEngine:
             min_new_tokens=config.min_new_tokens,
         )
         self._widths = private_widths(config)
+        self._prompt_width = 0  # the widest so far: a run of shorter prompts needs no programs of its own
 
     def run(
         self,
@@ -64,13 +66,14 @@ class RolloutEngine:
         key: jax.Array,
         temperature: float,
         retriever_lora=None,
+        advance: Callable[[int], None] = lambda questions: None,
     ) -> tuple[list[Episode], dict[str, float]]:
         """Roll out `group_size` samples of each question.
 
         prompts: the token ids of each question's prompt ([P] int32). Sample s of question i draws from the key
-        fold_in(key, i * group_size + s), whatever else is in the batch. temperature 0 is greedy. Returns the episodes ordered by
-        question, then sample, and the metrics. A prompt beyond max_prompt_tokens is never cut: its episodes are "context_full",
-        without tokens.
+        fold_in(key, i * group_size + s), whatever else is in the batch. temperature 0 is greedy. advance: told on the way how many
+        more questions are done. Returns the episodes ordered by question, then sample, and the metrics. A prompt beyond
+        max_prompt_tokens is never cut: its episodes are "context_full", without tokens.
         """
         if len(prompts) != len(questions):
             raise ValueError(f"{len(questions)} questions but {len(prompts)} prompts")
@@ -87,9 +90,13 @@ class RolloutEngine:
                     row.end("context_full")
         # Prompts of like length together: less padding. Results do not depend on the order.
         waiting = sorted((group for group in groups if group[0].status is None), key=lambda group: len(group[0].prompt))
+        advance(len(groups) - len(waiting))
+        longest = max((len(group[0].prompt) for group in waiting), default=0)
+        self._prompt_width = max(self._prompt_width, bucket(length_buckets(self.config.max_prompt_tokens), longest))
         environment = Environment(self.config, self.tokenizer, self._table, self.retriever, self.candidates, retriever_lora, counts)
         settings = {"group_size": group_size, "key": key, "temperature": temperature, "counts": counts}
-        Flight(self._sampler, environment, self._widths, policy_variables, **settings).run(waiting)
+        settings["prompt_width"] = self._prompt_width
+        Flight(self._sampler, environment, self._widths, policy_variables, **settings).run(waiting, advance)
         metrics = _metrics(rows, counts, time.monotonic() - began, self._known_ids)
         metrics["rollout/compilations"] = self._sampler.compilations() - compiled
         return [row.episode(questions) for row in rows], metrics

@@ -6,50 +6,40 @@
 
 The batch is always N = batch_groups places of G rows. After a chunk, as soon as a share of the live rows has stopped, those are
 acted on while the others stay in the middle of their generations; a group whose rows have all ended leaves its place to a new one.
-Work on a part of the batch has one static size, an eighth of it: groups enter by eighths of the places, observations are appended
-by eighths of the rows, in order of length. So nothing is computed for rows that have nothing to do, and there is one program.
+Work on a part of the batch has one static size, a sixteenth of it: groups enter by sixteenths of the places, observations are
+appended by sixteenths of the rows, in order of length. A row that stands still costs a decode step like one that writes; a prefill
+or an append computes its part only.
+
+Programs follow the shapes, each compiled when it is first needed: with W widths of the private block, W that decode, one a width
+and bucket of prompts for entering, one a width and bucket of observations for appending, one a pair of widths for moving the block.
+All but the last depend on the width of the shared block, too: the engine keeps the greatest that it has needed.
 
 What is decided here never depends on how long something took: the same questions and keys give the same rounds, programs and bits.
 
-The constants were chosen by playing ragged workloads (exponential generation lengths, groups of unequal difficulty, two searches)
-through this module with a device that only counts. 512 questions x 8 rollouts in 64 places, mean generation 100 of at most 512
-tokens; "time" weighs the counts as a 3B model in bfloat16 on one H200 would:
+The constants were chosen by playing ragged workloads through this module with a device that only counts, whose counts are weighed
+as a 3B model would (`benchmarks/flight_play.py`). At the defaults of `config.py` 35 % of the rows decode in a step, against 8 % by
+batches of which nobody is answered before all have stopped; with one width of the cache, too, those would take 3.4 times as long.
 
-    questions      acted on when      widths     decode steps   rows decoding   mean width   positions appended   time
-    by batches     all have stopped   one           12,288          14 %          2,304          1.31 M           1.00
-    by batches     all have stopped   quarters      12,288          14 %          1,105          1.04 M           0.58
-    by batches     1/4 have           quarters       9,313          18 %          1,220          2.42 M           0.58
-    as they can    1/2 have           quarters       5,792          29 %          1,499          1.36 M           0.40
-    as they can    1/4 have           one            5,088          33 %          2,304          1.79 M           0.51
-    as they can    1/4 have           quarters       5,088          33 %          1,497          1.79 M           0.39   <- this
-    as they can    1/8 have           quarters       4,857          35 %          1,499          2.39 M           0.42
-
-(The first row appends by quarters of the rows, the others by eighths; sixteenths would take 0.36. Moving columns is in the time.)
-Measured on 2 CPU cores, a random model of 2 layers, 24 questions x 4 rollouts in 4 places, 131 tokens generated and 344 in all on
-average: 1,700 generated tokens/s, and 650 in the way of the first row. Of this, with one width 870, appending to all rows at once
-1,100, acting when all have stopped 1,360; by batches 1,760, so that replacing groups gains nothing here. With 64 questions in 8
-places it gains 4 %, with 4 wider layers 3 %: here columns are what costs, not steps, and a long row among new ones keeps them wide.
-
-With `overlap_search` the passages of rows that stopped are searched for in a thread while the others decode one more chunk. Played
-as above (32-token chunks of some 0.4 s), this takes 1.08 of the time when a search takes none, because the rows that searched stand
-idle for a chunk, 1.02 at 0.05 s a search, 0.88 at 0.2 s and 0.72 at 0.5 s: it is for an index on another machine.
+With `overlap_search` the passages of rows that stopped are searched for in a thread while the others decode one more chunk, for
+which the rows that searched stand idle: it is for an index on another machine, whose searches take about as long as a chunk.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 
+from bridge_jax.mesh import batch_ways
 from bridge_jax.rollout import sampler as device
 from bridge_jax.rollout.environment import Environment
 from bridge_jax.rollout.rows import RolloutConfig, Row
 
 ACT_SHARE = 1 / 4  # of the live rows: so many must have stopped before they are acted on
-PARTS = 8  # of the batch
+PARTS = 16  # of the batch
 LEAST_ROWS = 4  # in a part: fewer would read all weights for hardly any tokens
 NARROW = 192  # columns: a block is not made narrower
 
@@ -61,6 +51,11 @@ def length_buckets(longest: int, smallest: int = 32) -> tuple[int, ...]:
         buckets.append(smallest)
         smallest *= 2
     return (*buckets, longest)
+
+
+def observation_buckets(longest: int) -> tuple[int, ...]:
+    """Padded lengths of observations, which are many and alike: quarters of the longest, short ones together."""
+    return tuple(sorted({min(longest, max(32, -(-longest * n // 4))) for n in (1, 2, 3, 4)}))
 
 
 def bucket(buckets: Sequence[int], length: int) -> int:
@@ -75,6 +70,11 @@ def pad(rows: Sequence[Sequence[int]], width: int, count: int) -> tuple[np.ndarr
         tokens[n, : len(ids)] = ids
         lengths[n] = len(ids)
     return tokens, lengths
+
+
+def a_part(whole: int, ways: int, least: int = 1) -> int:
+    """How many of `whole` make a part: at least `least`, and a multiple of `ways` so that a part splits over the mesh."""
+    return min(whole, -(-max(least, -(-whole // PARTS)) // ways) * ways)
 
 
 def private_widths(config: RolloutConfig) -> tuple[int, ...]:
@@ -103,6 +103,7 @@ class Flight:
         widths: Sequence[int],
         variables,
         *,
+        prompt_width: int,
         group_size: int,
         key: jax.Array,
         temperature: float,
@@ -116,13 +117,15 @@ class Flight:
         self.temperature = temperature
         self.counts = counts
         self.widths = widths
+        self.prompt_width = prompt_width
         self.prompt_buckets = length_buckets(config.max_prompt_tokens)
-        self.observation_buckets = length_buckets(config.max_observation_tokens, max(32, config.max_observation_tokens // 4))
+        self.observation_buckets = observation_buckets(config.max_observation_tokens)
+        self.most_needed = max(config.chunk, config.max_observation_tokens)
         self.group_size = group_size
         self.groups = config.batch_groups
-        total = self.groups * group_size
-        self.entering = -(-self.groups // PARTS)
-        self.appended = min(total, max(LEAST_ROWS, -(-total // PARTS)))
+        total, ways = self.groups * group_size, batch_ways(sampler.mesh)
+        self.entering = a_part(self.groups, ways)
+        self.appended = a_part(total, ways, LEAST_ROWS)
         self.rows: list[Row | None] = [None] * total
         self.room = np.zeros(total, np.int64)  # tokens the present generation may still take; 0: the row stands still
         self.filled = np.zeros(total, np.int64)  # valid columns
@@ -130,12 +133,14 @@ class Flight:
         self.column = 0
         self.state: device.DecodeState | None = None
 
-    def run(self, waiting: list[list[Row]]) -> None:
-        """Roll out every group of `waiting` (G rows of one prompt, none ended) to its end. Like lengths should stand together."""
+    def run(self, waiting: list[list[Row]], advance: Callable[[int], None]) -> None:
+        """Roll out every group of `waiting` (G rows of one prompt, none ended) to its end. Like lengths should stand together.
+
+        advance: told after each look of the host how many groups have ended since the last.
+        """
         if not waiting:
             return
-        waiting = list(waiting)
-        self.prompt_width = bucket(self.prompt_buckets, max(len(group[0].prompt) for group in waiting))
+        waiting, under_way = list(waiting), len(waiting)
         with ThreadPoolExecutor(1) as pool:
             asked, search = {}, None  # row index -> query of the search under way
             while waiting or self._live():
@@ -156,6 +161,9 @@ class Flight:
                     observations |= self.environment.answer(self.rows, asked, found)
                     asked = {}
                 self._append(observations)
+                still = len(waiting) + len(self._taken())
+                advance(under_way - still)
+                under_way = still
         forwarded, computed = jax.device_get((self.state.forwarded, self.state.computed))
         self.counts["forwarded"] += int(forwarded)
         self.counts["computed"] += int(computed)
@@ -163,18 +171,19 @@ class Flight:
     def _live(self) -> list[int]:
         return [index for index, row in enumerate(self.rows) if row is not None and row.status is None]
 
+    def _taken(self) -> set[int]:
+        """The places of the groups that have live rows."""
+        return {index // self.group_size for index in self._live()}
+
     def _room(self, row: Row) -> int:
         return min(self.config.max_new_tokens, self.config.max_response_tokens - len(row.tokens))
 
     def _enter(self, waiting: list[list[Row]]) -> None:
-        """Give free places to the first groups of `waiting`, by parts, if a part of them is free (or nobody is live)."""
-        size, live = self.group_size, self._live()
-        taken = {index // size for index in live}
+        """Give free places to the first groups of `waiting`: whole parts, and a partial one if nobody is live or waits then."""
+        taken = self._taken()
         free = [place for place in range(self.groups) if place not in taken]
         count = min(len(free), len(waiting))
-        if live and len(free) < self.entering:
-            return
-        if count < len(waiting):
+        if taken and count < len(waiting):
             count -= count % self.entering
         entering, waiting[:count] = waiting[:count], []
         for at in range(0, count, self.entering):
@@ -240,17 +249,22 @@ class Flight:
     def _make_room(self, start: int, need: int) -> None:
         """See to it that `need` columns can be written from `start` on: give up those that no live row needs, or widen the block.
 
-        The block gets the width that would do for a while: an eighth of the columns in use must be written before the same is due
-        again, which costs far more than moving the columns does.
+        Behind the longest live row, the block gets room for what is needed or an eighth of that row's columns: writing those costs
+        far more than moving the block does. It is made narrower only where the longest observation would fit as well: observations
+        beside a row near the end of a width would move the block to and fro.
         """
         live = self._live()
         longest = int(self.filled[live].max(initial=0))
         width = self.state.private.valid.shape[1]
         assert longest + need <= self.widths[-1], (longest, need, self.widths)
-        enough = bucket(self.widths, min(longest + max(need, self.column // 8), self.widths[-1]))
-        if start + need > width or enough < width:
+
+        def holds(more: int) -> int:
+            return bucket(self.widths, min(longest + max(more, longest // 8), self.widths[-1]))
+
+        enough, for_a_while = holds(need), holds(self.most_needed)
+        if start + need > width or for_a_while < width:
             keep = np.zeros(len(self.rows), bool)
             keep[live] = True
-            self.state = self.sampler.compact(self.state, keep, width=enough)
+            self.state = self.sampler.compact(self.state, keep, width=int(np.clip(width, enough, for_a_while)))
             self.column = longest
             self.filled[~keep] = 0

@@ -18,6 +18,8 @@ after it was sampled, and an observation is simply appended: no token is ever pr
 What a sample draws (`drawing.py`) depends on its id and position only, not on its neighbours, the batch's make-up, the column or
 the chunk. At temperature 1 the sampler draws from the trainer's distribution: nothing is masked or renormalised, not even ids
 beyond the tokenizer in a padded vocabulary (they have no text, and are counted).
+
+Over the model's mesh the rows (and groups) of every array are split over the batch axes, key/value heads over "tensor".
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
+from bridge_jax.mesh import BATCH, constrain
 from bridge_jax.models.cache import KVBlock
 from bridge_jax.models.qwen2 import unembed
 from bridge_jax.rollout.drawing import pick
@@ -58,9 +62,11 @@ class DecodeState:
 
 
 class Sampler:
-    """The jitted programs of one model and vocabulary. Weights are an argument of each call; states are donated.
+    """The jitted programs of one model and vocabulary. Weights are an argument of each call. A state that was handed over is gone:
+    it is donated, so every call writes into the buffers of the one before, but for a `compact` to another width.
 
-    `model`: anything with Qwen2's call (output="hidden"), a `config` that `unembed` and `KVBlock.empty` read, and a `dtype`.
+    `model`: anything with Qwen2's call (output="hidden"), a `config` that `unembed` and `KVBlock.empty` read, a `dtype` and a
+    `mesh` (or None).
     top_p, top_k: `drawing.draw_top`. min_new_tokens: no generation ends before so many tokens, except at its limit: until then the
     EOS ids are barred, and so is every token that would complete a stop string. (To let a tag pass unheeded would not do: an
     action is read up to its first closing tag, and the policy would see an unanswered search in its own text.)
@@ -71,29 +77,33 @@ class Sampler:
         self, model, table: StopTable, eos_ids: Sequence[int], *, top_p: float = 1.0, top_k: int = 0, min_new_tokens: int = 0
     ):
         self.model = model
+        self.mesh = model.mesh
         self._options = {"top_p": top_p, "top_k": top_k}
         self._min_new_tokens = min_new_tokens
         self._next_state = jnp.asarray(table.next_state)
         self._accepting = table.accepting
         self._eos = np.asarray(sorted(set(eos_ids)), np.int32)
         # Bound methods: each sampler has compiled programs, and counts, of its own.
-        shapes = ("groups", "prompt_width", "width")
-        self._enter = jax.jit(self._enter_impl, static_argnames=shapes, donate_argnames=("state",))
+        self._empty = jax.jit(self._empty_impl, static_argnames=("groups", "rows", "prompt_width", "width"))
+        self._enter = jax.jit(self._enter_impl, donate_argnames=("state",))
         self._decode = jax.jit(self._decode_impl, static_argnames=("steps",), donate_argnames=("state",))
         self._append = jax.jit(self._append_impl, donate_argnames=("state",))
-        self._compact = jax.jit(self._compact_impl, static_argnames=("width",))
+        self._order = jax.jit(self._order_impl, static_argnames=("width",))
+        self._move = jax.jit(self._move_impl, static_argnames=("width",))
+        self._move_in_place = jax.jit(self._move_in_place_impl, donate_argnames=("x",))
 
     def compilations(self) -> int:
         """Programs compiled so far."""
-        return sum(program._cache_size() for program in (self._enter, self._decode, self._append, self._compact))
+        programs = self._empty, self._enter, self._decode, self._append, self._order, self._move, self._move_in_place
+        return sum(program._cache_size() for program in programs)
 
     def start(self, variables, prompts, lengths, slots, sample_ids, left, *, groups: int, prompt_width: int, width: int):
         """A batch of N = `groups` places with the first E groups in it; the rest is idle. Else as `enter`.
 
         prompt_width: of the shared block, at least P. width: of the private one.
         """
-        shapes = {"groups": groups, "prompt_width": prompt_width, "width": width}
-        return self._enter(variables, None, prompts, lengths, slots, sample_ids, left, **shapes)
+        state = self._empty(groups=groups, rows=groups * len(sample_ids) // len(prompts), prompt_width=prompt_width, width=width)
+        return self.enter(variables, state, prompts, lengths, slots, sample_ids, left)
 
     def enter(self, variables, state: DecodeState, prompts, lengths, slots, sample_ids, left) -> DecodeState:
         """Read E prompts, once each, and put their groups in the places `slots`, where whatever was there is forgotten.
@@ -101,7 +111,7 @@ class Sampler:
         prompts [E, P] int32 right-padded, lengths [E], slots [E] int32 (N: nobody), sample_ids [E * G], left [E * G] int32: tokens
         the first generation of each row may take.
         """
-        return self._enter(variables, state, prompts, lengths, slots, sample_ids, left, groups=0, prompt_width=0, width=0)
+        return self._enter(variables, state, prompts, lengths, slots, sample_ids, left)
 
     def decode_chunk(self, variables, state: DecodeState, key, temperature, *, steps: int):
         """Sample up to `steps` tokens a row; ends early when every row has stopped.
@@ -119,13 +129,23 @@ class Sampler:
         return self._append(variables, state, rows, tokens, lengths, left)
 
     def compact(self, state: DecodeState, keep, *, width: int) -> DecodeState:
-        """Move each row's valid columns to the front of a block of `width` columns; forget the rows with keep[b] False."""
-        return self._compact(state, keep, width=width)
+        """Move each row's valid columns to the front of a block of `width` columns; forget the rows with keep[b] False.
 
-    def _nobody(self, groups: int, rows: int, prompt_width: int, width: int) -> DecodeState:
+        At the same width columns move inside the block, a layer at a time. Buffers of another size cannot be shared, so a new block
+        is made: the keys first, and the old ones are given up before the values move, so that half of it stands beside the old one.
+        """
+        block = state.private
+        order, valid, column = self._order(block.valid, keep, width=width)
+        moved = []
+        for x in (block.k, block.v):
+            moved.append(self._move_in_place(x, order) if width == x.shape[2] else self._move(x, order, width=width))
+            x.delete()  # a donated one is deleted already
+        return state.replace(private=KVBlock(*moved, valid), column=column)
+
+    def _empty_impl(self, *, groups: int, rows: int, prompt_width: int, width: int) -> DecodeState:
         config, dtype = self.model.config, self.model.dtype
         zeros = jnp.zeros(rows, jnp.int32)
-        return DecodeState(
+        state = DecodeState(
             shared=KVBlock.empty(config, groups, prompt_width, dtype),
             private=KVBlock.empty(config, rows, width, dtype),
             column=jnp.int32(0),
@@ -139,19 +159,26 @@ class Sampler:
             forwarded=jnp.int32(0),
             computed=jnp.int32(0),
         )
+        return self._split(state)
 
-    def _enter_impl(self, variables, state, prompts, lengths, slots, sample_ids, left, *, groups, prompt_width, width):
+    def _split(self, tree):
+        """Arrays of rows, caches with their rows in the second axis, and scalars, each where it belongs on the mesh."""
+
+        def place(x):
+            return constrain(x, self.mesh, P(None, BATCH, None, "tensor") if x.ndim == 5 else P(BATCH) if x.ndim else P())
+
+        return jax.tree.map(place, tree)
+
+    def _enter_impl(self, variables, state, prompts, lengths, slots, sample_ids, left):
         entering, length = prompts.shape
         size = sample_ids.shape[0] // entering
-        if state is None:
-            state = self._nobody(groups, groups * size, prompt_width, width)
         valid = jnp.arange(length) < lengths[:, None]
         hidden, block = self.model.apply(
             variables,
             prompts,
             positions=jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), prompts.shape),
             valid=valid,
-            private=KVBlock.empty(self.model.config, entering, length, self.model.dtype),
+            private=self._split(KVBlock.empty(self.model.config, entering, length, self.model.dtype)),
             write_at=jnp.int32(0),
             output="hidden",
         )
@@ -167,7 +194,7 @@ class Sampler:
         def put(old, new):
             return old.at[rows].set(new, mode="drop")
 
-        return state.replace(
+        state = state.replace(
             shared=shared,
             private=state.private.replace(valid=put(state.private.valid, False)),
             hidden=put(state.hidden, per_row(_last(hidden, lengths))),
@@ -180,6 +207,7 @@ class Sampler:
             forwarded=state.forwarded + valid.sum(dtype=jnp.int32),
             computed=state.computed + entering * length,
         )
+        return self._split(state)
 
     def _decode_impl(self, variables, next_state, state, key, temperature, *, steps):
         rows = state.reason.shape[0]
@@ -226,7 +254,7 @@ class Sampler:
             )
             tokens = tokens.at[:, step].set(token)
             logps = logps.at[:, step].set(jnp.where(running, logp, 0.0))
-            return step + 1, state, tokens, logps, counts + running
+            return step + 1, *self._split((state, tokens, logps, counts + running))
 
         buffers = jnp.zeros((rows, steps), jnp.int32), jnp.zeros((rows, steps), jnp.float32), jnp.zeros(rows, jnp.int32)
         _, state, tokens, logps, counts = jax.lax.while_loop(go_on, body, (jnp.int32(0), state, *buffers))
@@ -248,15 +276,15 @@ class Sampler:
         length = tokens.shape[1]
         steps = jnp.arange(length, dtype=jnp.int32)
         valid = steps < lengths[:, None]
-        private = _take(state.private, at)
+        private = self._split(_take(state.private, at))
         behind = jnp.where(rows < total, private.valid.sum(1, dtype=jnp.int32), 0).max()
         hidden, private = self.model.apply(
             variables,
             tokens,
             positions=state.position[at, None] + steps,
             valid=valid,
-            shared=_take(state.shared, at // (total // groups)),
-            private=_compacted(private, private.valid),
+            shared=self._split(_take(state.shared, at // (total // groups))),
+            private=_compacted(private),
             write_at=behind,
             output="hidden",
         )
@@ -264,7 +292,7 @@ class Sampler:
         def put(old, new):
             return old.at[rows].set(new, mode="drop")
 
-        return state.replace(
+        state = state.replace(
             private=KVBlock(
                 k=state.private.k.at[:, rows].set(private.k, mode="drop"),
                 v=state.private.v.at[:, rows].set(private.v, mode="drop"),
@@ -280,25 +308,42 @@ class Sampler:
             forwarded=state.forwarded + valid.sum(dtype=jnp.int32),
             computed=state.computed + rows.shape[0] * length,
         )
+        return self._split(state)
 
-    def _compact_impl(self, state, keep, *, width):
-        private = _compacted(state.private, state.private.valid & keep[:, None], width)
-        return state.replace(private=private, column=private.valid.sum(1, dtype=jnp.int32).max())
+    def _order_impl(self, valid, keep, *, width):
+        """valid [B, S], keep [B] -> what is where after compaction: (order [B, min(S, width)], valid [B, width], column [])."""
+        valid = valid & keep[:, None]
+        order = _front(valid)[:, :width]
+        valid = jnp.pad(jnp.take_along_axis(valid, order, axis=1), ((0, 0), (0, width - order.shape[1])))
+        return self._split((order, valid, valid.sum(1, dtype=jnp.int32).max()))
+
+    def _move_impl(self, x, order, *, width):
+        return self._split(jnp.pad(_moved(x, order), ((0, 0), (0, 0), (0, width - order.shape[1]), (0, 0), (0, 0))))
+
+    def _move_in_place_impl(self, x, order):
+        def one_layer(layer, x):
+            moved = _moved(jax.lax.dynamic_index_in_dim(x, layer), order)
+            return self._split(jax.lax.dynamic_update_index_in_dim(x, moved, layer, axis=0))
+
+        return jax.lax.fori_loop(0, x.shape[0], one_layer, x)
 
 
-def _compacted(block: KVBlock, valid: jax.Array, width: int | None = None) -> KVBlock:
-    """The columns that are `valid` [B, S] moved to the front of a block of `width` (None: S) columns.
+def _front(valid: jax.Array) -> jax.Array:
+    """valid [B, S] -> the columns [B, S] of each row with the valid ones first.
 
     Keys carry their rotation already, so columns may move freely as long as a row's order stays.
     """
-    order = jnp.argsort(~valid, axis=1, stable=True)[:, :width]
-    more = (0, (width or order.shape[1]) - order.shape[1])
+    return jnp.argsort(~valid, axis=1, stable=True)
 
-    def move(x):
-        moved = jnp.take_along_axis(x, order[None, :, :, None, None], axis=2)
-        return jnp.pad(moved, ((0, 0), (0, 0), more, (0, 0), (0, 0)))
 
-    return KVBlock(k=move(block.k), v=move(block.v), valid=jnp.pad(jnp.take_along_axis(valid, order, axis=1), ((0, 0), more)))
+def _moved(x: jax.Array, order: jax.Array) -> jax.Array:
+    """x [L, B, S, K, H], order [B, W] -> [L, B, W, K, H]"""
+    return jnp.take_along_axis(x, order[None, :, :, None, None], axis=2)
+
+
+def _compacted(block: KVBlock) -> KVBlock:
+    order = _front(block.valid)
+    return KVBlock(_moved(block.k, order), _moved(block.v, order), jnp.take_along_axis(block.valid, order, axis=1))
 
 
 def _take(block: KVBlock, rows: jax.Array) -> KVBlock:

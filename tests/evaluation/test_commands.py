@@ -1,5 +1,6 @@
 """evaluate_sets, `evaluate` and `ask` on a tiny run: a policy that has learnt some traces by heart, the real engine and index."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -14,7 +15,7 @@ from bridge_jax import ask, evaluate, warmstart
 from bridge_jax.data.prompts import build_prompt
 from bridge_jax.data.qa import load_questions
 from bridge_jax.errors import UserError
-from bridge_jax.evaluation import ask_view
+from bridge_jax.evaluation import ask_view, run
 from bridge_jax.evaluation.run import evaluate_sets, evaluation_engine, load_sets
 from bridge_jax.models.lora import init_lora
 from bridge_jax.retrieval.corpus import Passage
@@ -54,7 +55,7 @@ def taught(tmp_path_factory):
         yield Taught(world, workdir, state.params, chosen)
 
 
-def test_evaluation_is_the_engines_greedy_rollout(taught):
+def test_evaluation_is_the_engines_greedy_rollout(taught, monkeypatch):
     assets = taught.world.assets
     questions = list(load_questions(taught.world.config.data.eval[0]))[:6]
     known = [trace.question for trace in taught.traces]
@@ -76,6 +77,15 @@ def test_evaluation_is_the_engines_greedy_rollout(taught):
     )
     assert [row["prediction"] for row in result["predictions"]["towns"]] == [episode.answer for episode in episodes]
     assert [row["status"] for row in result["predictions"]["towns"]] == [episode.status for episode in episodes]
+
+    # the same records when no question takes the place of another, and the progress adds up to all of them
+    told = []
+    monkeypatch.setattr(run, "BATCHES", 1)
+    monkeypatch.setattr(run, "track", lambda label, total, unit: contextlib.nullcontext(told.append))
+    by_batches = evaluate_sets(assets, {"params": taught.params}, {"towns": questions})
+    assert by_batches["predictions"] == {"towns": result["predictions"]["towns"]}
+    assert sum(told) == len(questions) > 4
+    monkeypatch.undo()
 
     # the engine is kept between evaluations; a fresh retriever LoRA is the base retriever
     engine, config = evaluation_engine(assets), retriever_lora(taught.world.config)

@@ -161,6 +161,7 @@ class Scripted:
     vocab_size: int
     group_size: int
     dtype = jnp.float32
+    mesh = None
 
     @property
     def config(self):

@@ -201,25 +201,30 @@ def test_compaction_when_columns_run_out_changes_nothing():
     longest = max(len(episode.tokens) for episode in roomy)
     for widths in ((longest + 48,), (20, 60, longest + 48)):  # only when out of room; and with the width in use
         engine._widths = widths
-        before = engine._sampler._compact._cache_size()
+        before = engine._sampler._order._cache_size()
         tight, _ = run_real(prompts, group_size=8, max_passage_tokens=8, max_response_tokens=101)
-        assert engine._sampler._compact._cache_size() > before
+        assert engine._sampler._order._cache_size() > before
         for a, b in zip(roomy, tight):
             same(a, b)
 
 
 def test_a_second_epoch_compiles_nothing():
-    """Other questions in another order of lengths, fewer of them; both temperatures."""
-    engine, variables = fresh_engine(max_new_tokens=11)
-    first, second = prompts_of([3, 16, 7, 9, 12, 4, 4, 1, 10], seed=1), prompts_of([16, 5, 12, 16, 2, 8, 8, 1, 11], seed=9)
+    """Steps whose prompts fall into other buckets; other questions, in another order of lengths, fewer; both temperatures."""
+    engine, variables = fresh_engine(max_new_tokens=11, max_prompt_tokens=100)
+    # The longest prompt of a step is in the bucket of 64, 100, 32.
+    first = [prompts_of(lengths, seed=1) for lengths in ([3, 36, 7, 9, 52, 4, 4, 1, 10], [40, 90, 5], [12, 30, 9])]
+    second = [prompts_of(lengths, seed=9) for lengths in ([16, 5, 12, 6, 2, 8, 8, 1, 11], [3, 63, 4], [9, 100, 3, 60])]
 
     def epoch(prompts, key, temperature):
         asked = tiny.questions(len(prompts))
         _, metrics = engine.run(variables, asked, prompts=prompts, group_size=8, key=jax.random.key(key), temperature=temperature)
         return metrics["rollout/compilations"]
 
-    assert epoch(first, 0, 1.0) > 0
-    assert [epoch(second, 1, 1.0), epoch(second, 1, 0.0), epoch(second[:4], 2, 1.0)] == [0, 0, 0]
+    assert epoch(first[0], 0, 1.0) > 0
+    for prompts in first[1:]:
+        epoch(prompts, 0, 1.0)
+    assert [epoch(prompts, 1, temperature) for prompts in second for temperature in (1.0, 0.0)] == [0] * 6
+    assert epoch(second[0][:4], 2, 1.0) == 0
 
 
 def test_both_eos_ids_end_a_generation():

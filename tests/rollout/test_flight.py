@@ -16,7 +16,7 @@ from bridge_jax.retrieval.device_index import DeviceIndex
 from bridge_jax.retrieval.retriever import RetrievalFault, Retriever
 from bridge_jax.rollout import protocol
 from bridge_jax.rollout.episodes import RolloutConfig, RolloutEngine
-from bridge_jax.rollout.flight import length_buckets, private_widths
+from bridge_jax.rollout.flight import LEAST_ROWS, a_part, length_buckets, observation_buckets, private_widths
 
 
 def play(plans, config, retriever=None):
@@ -115,6 +115,18 @@ def test_length_buckets():
     assert length_buckets(100) == (32, 64, 100)
     assert length_buckets(64) == (32, 64)
     assert length_buckets(10) == (10,)
+
+
+def test_observation_buckets():
+    assert observation_buckets(1024) == (256, 512, 768, 1024)
+    assert observation_buckets(48) == (32, 36, 48)
+    assert observation_buckets(10) == (10,)
+
+
+def test_parts_split_over_the_mesh():
+    assert (a_part(64, 1), a_part(64, 8), a_part(17, 1)) == (4, 8, 2)
+    assert (a_part(512, 4), a_part(512, 64), a_part(32, 1, LEAST_ROWS)) == (32, 64, LEAST_ROWS)
+    assert a_part(3, 4, LEAST_ROWS) == 3  # never more than there are
 
 
 def test_private_widths():

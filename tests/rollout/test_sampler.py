@@ -154,6 +154,31 @@ def test_nothing_compiles_twice():
             state, *_ = sampler.decode_chunk(variables, state, jax.random.key(0), temperature, steps=4)
         for _ in range(2):
             state = sampler.append(variables, state, np.arange(2, dtype=np.int32), np.ones((2, 4), np.int32), two, two)
-        state = sampler.compact(state, np.ones(2, bool), width=64)
+        for width in (64, 40):
+            state = sampler.compact(state, np.ones(2, bool), width=width)
         count = sampler.compilations()
-    assert count == 5
+    assert count == 4 + 2 + 2  # empty, enter, decode, append; order and move, for either width
+
+
+def test_compaction_gives_up_the_old_block():
+    """In place at the same width; the keys are gone before the values move at another; what is kept is the same."""
+    sampler, _, variables = make_sampler()
+    found = []
+    for width in (64, 40, 80):
+        state, *_ = sampler.decode_chunk(
+            variables, prefilled(sampler, variables, [[5, 6, 7]], 4, left=9), jax.random.key(3), 1.0, steps=9
+        )
+        old = state.private
+        where = old.k.unsafe_buffer_pointer()
+        state = sampler.compact(state, np.ones(4, bool), width=width)
+        assert old.k.is_deleted() and old.v.is_deleted()
+        assert (state.private.k.unsafe_buffer_pointer() == where) == (width == 64)
+        valid = np.asarray(state.private.valid)
+        found.append([np.asarray(x)[:, valid] for x in (state.private.k, state.private.v)])
+        assert not np.asarray(state.private.k)[:, :, 64:].any()
+    for other in found[1:]:
+        np.testing.assert_array_equal(found[0], other)
+    layers, block = 8, np.zeros((8, 4, 64, 2, 8), np.float32)
+    program = sampler._move_in_place.lower(block, np.zeros((4, 64), np.int32)).compile().memory_analysis()
+    assert program.alias_size_in_bytes == block.nbytes
+    assert program.temp_size_in_bytes < 2 * block.nbytes / layers
