@@ -3,6 +3,10 @@
 import dataclasses
 import functools
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -139,6 +143,42 @@ def test_the_differentiable_form_has_the_gradient_of_the_full_forward(remat, cut
     a, b = jax.grad(got)(adapter), jax.grad(expected)(adapter)
     size = max(float(abs(x).max()) for x in jax.tree.leaves(b))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5 * size), a, b)
+
+
+SHARDED = """
+import functools
+import jax
+import numpy as np
+from bridge_jax.mesh import batch_sharding, make_mesh
+from bridge_jax.objectives.credit import OTHER, document_log_likelihood
+from test_credit import C, P, T, inputs
+from tiny_world import make_policy
+
+model, params, _ = make_policy(lora=False)
+arrays = [np.concatenate([x, x[::-1], x[:2]]) for x in inputs()]  # eight turns
+mesh = make_mesh(data=4, fsdp=1)
+placed = [jax.device_put(x, batch_sharding(mesh)) for x in arrays]
+want = np.asarray(jax.jit(functools.partial(document_log_likelihood, model, {"params": params}))(*arrays))
+row = T * (T + P + OTHER)
+for pairs, rows in ((2 * C * row, 2 * C), (C * row, C), (2 * row, 2)):  # a device's turns at once, one by one, in halves
+    fn = functools.partial(document_log_likelihood, model.clone(mesh=mesh), {"params": params}, chunk=8, pairs=pairs)
+    compiled = jax.jit(fn).lower(*placed).compile()
+    np.testing.assert_allclose(compiled(*placed), want, atol=1e-5)
+    text = compiled.as_text()
+    assert not any(f" {moved}(" in text for moved in ("all-gather", "all-to-all", "collective-permute")), pairs
+    assert f"f32[{rows},{T},{model.config.hidden_size}]" in text, (rows, pairs)
+"""
+
+
+def test_turns_split_over_devices_stay_there():
+    here = Path(__file__).parent
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])]),
+    }
+    done = subprocess.run([sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
 
 
 def test_memory_is_that_of_the_pairs_at_once():
