@@ -22,6 +22,7 @@ import functools
 import json
 import time
 from collections.abc import Mapping
+from unittest import mock
 
 import compare
 import jax
@@ -35,6 +36,7 @@ from bridge_jax import config as configuration
 from bridge_jax.data.prompts import build_prompt
 from bridge_jax.data.qa import load_questions
 from bridge_jax.models import hub, qwen2
+from bridge_jax.objectives import logprobs
 from bridge_jax.objectives.credit import after_block, document_log_likelihood
 from bridge_jax.objectives.logprobs import token_logps
 from bridge_jax.objectives.scoring import Scorer
@@ -183,7 +185,8 @@ def compiled_flops(program, config: qwen2.Qwen2Config, arrays: Arrays, answer_to
             given = jax.eval_shape(functools.partial(behind_cache, qwen2.Qwen2(part)), variables, given)
         return jax.jit(call).lower(variables, given).compile()
 
-    none, all_layers = compiled(0), compiled(config.num_layers)
+    with mock.patch.object(logprobs, "LOGITS", UNCHUNKED**2):
+        none, all_layers = compiled(0), compiled(config.num_layers)
     if f'"n":"{config.num_layers}"' not in all_layers.as_text():
         raise RuntimeError("the compiler took the loop over layers apart: its FLOPs are not those of one layer")
     none, one = (made.cost_analysis()["flops"] for made in (none, all_layers))

@@ -126,7 +126,10 @@ def default() -> ConfigDict:
     c.credit.warmup_steps = 20
     c.credit.weight_decay = 0.0
     c.credit.grad_clip = 1.0
-    c.credit.turns_per_batch = 4  # turns (times candidates) scored in one forward
+    c.credit.turns_per_batch = 4  # turns (times candidates) scored in one program
+    # Pairs of a token and a column it attends to (512 more a token) that scoring holds at once on a device, 4 to 8 x heads bytes
+    # each: 16 heads, at most 8.6 GB. Beyond it turns, then candidates, follow one another; one history or row is never cut.
+    c.credit.pairs_at_once = 2**26
     # What a turn that is followed by another search is credited by; last turns always by the answer (training/next_action.py).
     c.credit.target = "answer"  # answer | next_action | both (the sum)
     c.credit.no_span = "paper"  # without a successful next action: paper (the answer) | zero (no credit)
@@ -291,6 +294,7 @@ _AT_LEAST = {  # smallest allowed value; numbers not named here must be >= 0
     "credit.minibatch": 1,
     "credit.epochs": 1,
     "credit.turns_per_batch": 1,
+    "credit.pairs_at_once": 1,
     "train.steps": 1,
     "train.questions": 1,
     "train.checkpoint_every": 1,

@@ -47,7 +47,7 @@ class StepConfig:
     epochs: passes over the rollouts; the shape of `Rollouts` says which make an optimiser step, and which one forward and backward.
     retriever: its loss, or None for no retriever update in this step. turn_minibatch, turn_epochs: likewise for turns.
     estimator: of the policy's gradient, "one_state", "two_state" or "drop" (`objectives.two_state`).
-    chunk: tokens unembedded at once.
+    chunk: tokens unembedded at once. pairs: of document scoring at once (`objectives.credit`), where it has a gradient.
     ppo: `ppo_step.policy_step` takes the place of `policy_step`, with a critic in the state.
     """
 
@@ -56,6 +56,7 @@ class StepConfig:
     trainable: str = "lora"
     epochs: int = 1
     chunk: int = 1024
+    pairs: int | None = None
     retriever: RetrieverLossConfig | None = None
     retriever_optimizer: OptimizerConfig = OptimizerConfig(lr=1e-4, warmup=20)
     turn_minibatch: int = 64

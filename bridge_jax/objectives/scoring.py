@@ -6,20 +6,24 @@ Source: METHOD 3 and 12. A scored row is history, document and target; a continu
     next action  \\n\\n<information>Doc 1(Title: ...) text</information>\\n\\n       | SPAN               l'_d  (METHOD 12)
                  |---------------------- document ----------------------|- lead --|-- target --|
 
-The document's tokens are those of an observation (same renderer, same tokeniser calls). What all documents of a turn begin with, at
-least `<information>Doc 1(Title: `, is read once, as the end of the history: the same l for fewer tokens.
+The document's tokens are those of an observation (same renderer, same tokeniser calls). What all documents of a turn begin with is
+read once, as the end of the history: the same l for fewer tokens. It is `<information>Doc 1(Title:`, and more where titles begin
+alike (in a byte-level BPE the space belongs to the title's first token).
 The gold answer is tokenised by itself and appended to the tokens of `<answer> `: the summed tokens are exactly y of METHOD 3. A
 byte-level BPE that reads it as one text would glue the space to the answer (" Paris"). Measured on 48 HotpotQA questions with
 SmolLM2-135M, 8 passages each, that form scores the gold passage about 4 nats higher and the others too: it was on top in 44
 questions, here in 45.
 A span is what a rollout sampled after an observation, id for id, and its document stands as in an observation of one passage.
+
+A batch has the shape of its longest history, document and target; what it holds at once is bounded inside its program
+(`objectives.credit`), so an odd long text costs time in its batch, not memory, and no program of its own size.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -28,19 +32,22 @@ from bridge_jax.mesh import batch_sharding, batch_ways
 from bridge_jax.objectives.credit import document_log_likelihood
 from bridge_jax.rollout import protocol
 
-_score = jax.jit(document_log_likelihood, static_argnums=0, static_argnames=("answer_tokens", "chunk"))
+_score = jax.jit(document_log_likelihood, static_argnums=0, static_argnames=("answer_tokens", "chunk", "pairs"))
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoringConfig:
     """golds: gold answers scored per turn: 1 = the first listed; K > 1 = log of the mean likelihood of the first K.
-    turns_per_batch: turns in one forward pass (times candidates times golds rows): bounds the memory.
-    max_passage_tokens: beginning of each document that is scored; None = whole.
-    max_observation_tokens: of a document in the form of an observation, tags included.
+    turns_per_batch: turns in one program (times candidates times golds rows).
+    pairs_at_once: bounds the memory (`pairs` of `credit.differentiable_log_likelihood`).
+    max_answer_tokens: beginning of each gold answer that is scored.
+    max_passage_tokens, max_observation_tokens: a document is what an observation of these limits shows of it; None = whole.
     chunk: tokens unembedded at once. cached: documents, and answers, whose tokens are kept between calls."""
 
     golds: int = 1
     turns_per_batch: int = 4
+    pairs_at_once: int = 1 << 26
+    max_answer_tokens: int = 1 << 30
     max_passage_tokens: int | None = None
     max_observation_tokens: int = 1 << 30
     chunk: int = 1024
@@ -51,22 +58,29 @@ class ScoringConfig:
 class Request:
     """One history, C documents, K target texts: l of each document is the log of the targets' mean likelihood after it.
 
-    history [P] int32: prompt and rollout up to and including `</search>`. rows [C] int32: corpus rows, -1 = none.
-    observed: documents in the form of an observation. lead [.] int32: tokens before a target that are not scored themselves.
-    targets: K arrays of token ids; an empty one cannot be scored.
+    history [P] int32: prompt, rollout up to and including `</search>`, and what all documents begin with. rows [C] int32: corpus
+    rows, -1 = none. documents: of the rows that exist, in their order, the tokens behind that beginning.
+    lead [.] int32: tokens before a target that are not scored themselves. targets: K arrays of token ids; an empty one cannot be
+    scored. cut: targets of which only the beginning is scored.
     """
 
     history: np.ndarray
     rows: np.ndarray
-    observed: bool
+    documents: tuple[np.ndarray, ...]
     lead: np.ndarray
     targets: tuple[np.ndarray, ...]
+    cut: int = 0
 
     @property
     def key(self) -> tuple:
-        """Equal for requests that have the same scores."""
-        parts = (self.history, self.rows, self.lead, *self.targets)
-        return (self.observed, *(part.tobytes() for part in parts))
+        """Equal for requests that have the same scores. (A lead tells the two forms of a document apart.)"""
+        return tuple(part.tobytes() for part in (self.history, self.rows, self.lead, *self.targets))
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """What orders requests for batching: targets, about the length of the longest continuation, length of the history."""
+        document, target = (max(map(len, parts), default=0) for parts in (self.documents, self.targets))
+        return len(self.targets), _width(document + len(self.lead) + target, 4, 4), len(self.history)
 
 
 class Scorer:
@@ -76,25 +90,28 @@ class Scorer:
         """corpus[row] -> passage."""
         self.model, self.config = model, config
         cached = functools.lru_cache(config.cached)
-        self._alone = cached(lambda row: protocol.document_tokens(corpus[row], tokenizer, config.max_passage_tokens))
-        self._observed = cached(
-            lambda row: (
-                protocol.render_observation(
-                    [corpus[row]], tokenizer, config.max_observation_tokens, config.max_passage_tokens
-                ).tokens
-            )
-        )
+        limits = {"max_tokens": config.max_observation_tokens, "max_passage_tokens": config.max_passage_tokens}
+        self._alone = cached(lambda row: protocol.document_tokens(corpus[row], tokenizer, **limits))
+        self._observed = cached(lambda row: protocol.render_observation([corpus[row]], tokenizer, **limits).tokens)
         self._answer = cached(lambda gold: _ids(protocol.encode_untrusted(tokenizer, gold.strip())))
         self._lead, self._no_lead = _ids(protocol.encode(tokenizer, f"{protocol.ANSWER_OPEN} ")), _ids([])
 
     def answer(self, episode, turn) -> Request:
         """The gold answers straight after each candidate (METHOD 3)."""
-        golds = tuple(self._answer(gold) for gold in episode.question.golds[: self.config.golds])
-        return Request(_history(episode, turn), turn.rows, False, self._lead, golds)
+        golds, most = [self._answer(gold) for gold in episode.question.golds[: self.config.golds]], self.config.max_answer_tokens
+        cut = sum(len(gold) > most for gold in golds)
+        return self._request(episode, turn, self._alone, self._lead, tuple(gold[:most] for gold in golds), cut)
 
     def next_action(self, episode, turn, span: np.ndarray) -> Request:
         """A sampled span [S] int32 after each candidate (METHOD 12)."""
-        return Request(_history(episode, turn), turn.rows, True, self._no_lead, (span,))
+        return self._request(episode, turn, self._observed, self._no_lead, (span,))
+
+    def _request(self, episode, turn, read: Callable[[int], np.ndarray], lead: np.ndarray, targets, cut: int = 0) -> Request:
+        documents = [read(row) for row in turn.rows.tolist() if row >= 0]
+        beginning = _common(documents)
+        history = [episode.prompt, episode.tokens[: turn.history], *(document[:beginning] for document in documents[:1])]
+        behind = tuple(document[beginning:] for document in documents)
+        return Request(np.concatenate(history), turn.rows, behind, lead, targets, cut)
 
     def __call__(self, variables, requests: Sequence[Request]) -> list[np.ndarray]:
         """l of every request: [C] float32 arrays in their order; -inf for a corpus row of -1 and where no target can be scored.
@@ -104,7 +121,8 @@ class Scorer:
         pending = []
         for places, batch, targets in self.batches(requests):
             # Not waited for: the host packs the next batch meanwhile.
-            likelihood = _score(self.model, variables, **batch, answer_tokens=targets, chunk=self.config.chunk)
+            options = {"answer_tokens": targets, "chunk": self.config.chunk, "pairs": self.config.pairs_at_once}
+            likelihood = _score(self.model, variables, **batch, **options)
             pending.append((places, np.asarray(batch["answer_mask"]).any(-1), likelihood))
         scores: list[np.ndarray] = [None] * len(requests)
         for places, exists, likelihood in pending:
@@ -119,14 +137,14 @@ class Scorer:
         requests number places[u]; `pack` says what the other two are.
 
         Equal requests (siblings that wrote the same query) share a row, requests of like length a batch. Batches have
-        `turns_per_batch` turns, the last ones an eighth of it, so few programs are compiled and little padding is run. On a mesh
-        (`model.mesh`) turns are split over its batch axes.
+        `turns_per_batch` turns, the last ones an eighth of it (or one), so few programs are compiled and little padding is run.
+        On a mesh (`model.mesh`) turns are split over its batch axes, and their number is a multiple of its ways.
         """
         equal: dict[tuple, list[int]] = {}
         for i, request in enumerate(requests):
             equal.setdefault(request.key, []).append(i)
         # Large shapes first: the largest program is compiled, and runs out of memory, at once rather than at the end.
-        places = sorted(equal.values(), key=lambda at: self._shape(requests[at[0]]), reverse=True)
+        places = sorted(equal.values(), key=lambda at: requests[at[0]].shape, reverse=True)
         for first, last, size in self._cuts(len(places)):
             arrays, targets = self.pack([requests[at[0]] for at in places[first:last]], size)
             if self.model.mesh is not None:
@@ -142,17 +160,15 @@ class Scorer:
         to few values.
         """
         C, K = len(requests[0].rows), max(1, *(len(request.targets) for request in requests))
-        # One entry a row of [size * C * K]: where it is, its document behind the common beginning, its lead and target.
-        at, documents, targets, histories = [], [], [], []
+        # One entry a row of [size * C * K]: where it is, its document, its lead and target.
+        at, documents, targets = [], [], []
         for u, request in enumerate(requests):
-            read = self._documents(request)
-            beginning = _common(read)
-            histories.append(np.concatenate([request.history, *(document[:beginning] for document in read[:1])]))
-            for c, document in zip(np.flatnonzero(request.rows >= 0).tolist(), read, strict=True):
+            for c, document in zip(np.flatnonzero(request.rows >= 0).tolist(), request.documents, strict=True):
                 for k, target in enumerate(request.targets):
                     at.append((u * C + c) * K + k)
-                    documents.append(document[beginning:])
+                    documents.append(document)
                     targets.append((request.lead, target))
+        histories = [request.history for request in requests]
         starts = np.fromiter(map(len, documents), int, len(at)) + [len(lead) for lead, _ in targets]
         ends = starts + [len(target) for _, target in targets]
 
@@ -172,33 +188,19 @@ class Scorer:
         arrays = {"history": history, "history_valid": history_valid} | {
             name: array.reshape(size, C * K, T) for name, array in rows.items()
         }
-        return arrays, _width(int((ends - starts).max(initial=1)), 8, 1)
-
-    def _shape(self, request: Request) -> tuple[int, int, int]:
-        """What orders requests for batching: targets, length of the longest continuation, length of the history."""
-        read = self._documents(request)
-        beginning = _common(read)
-        longest = max(map(len, read), default=beginning) - beginning
-        target = max(map(len, request.targets), default=0)
-        return len(request.targets), _width(longest + len(request.lead) + target, 4, 4), len(request.history) + beginning
-
-    def _documents(self, request: Request) -> list[np.ndarray]:
-        """Token ids of the documents that exist, in their order."""
-        read = self._observed if request.observed else self._alone
-        return [read(row) for row in request.rows.tolist() if row >= 0]
+        answer_tokens = 8
+        while answer_tokens < (ends - starts).max(initial=1):
+            answer_tokens *= 4  # coarse: they cost the vocabulary's projection alone
+        return arrays, answer_tokens
 
     def _cuts(self, count: int) -> Iterator[tuple[int, int, int]]:
         """(first, last, rows) of each batch of `count` requests."""
         ways = batch_ways(self.model.mesh)
         size = -(-self.config.turns_per_batch // ways) * ways
-        few = size if size < 16 else -(-(size // 8) // ways) * ways
+        few = -(-size // (8 * ways)) * ways
         full = count // size * size
         yield from ((first, first + size, size) for first in range(0, full, size))
         yield from ((first, min(first + few, count), few) for first in range(full, count, few))
-
-
-def _history(episode, turn) -> np.ndarray:
-    return np.concatenate([episode.prompt, episode.tokens[: turn.history]])
 
 
 def _ids(tokens: Sequence[int]) -> np.ndarray:
@@ -215,11 +217,14 @@ def _common(documents: Sequence[np.ndarray]) -> int:
 
 
 def _width(length: int, least: int, parts: int) -> int:
-    """`length` rounded up to one of `parts` equal steps between powers of two, `least` (a power of two) being the smallest step."""
+    """`length` rounded up to one of `parts` equal steps between powers of two, `least` (a power of two) being the smallest step.
+
+    Beyond 256 to one of half as many: there lengths vary most and programs take longest to compile.
+    """
     power = least
     while power < length:
         power *= 2
-    step = max(least, power // 2 // parts)
+    step = max(least, power // (2 * parts if power <= 256 else parts))
     return max(least, -(-length // step) * step)
 
 

@@ -85,6 +85,7 @@ def _accumulate(config: StepConfig, model, frozen_params, policy, total, weights
             **batch,
             answer_tokens=answer_tokens,
             chunk=config.chunk,
+            pairs=config.pairs,
         )
         return -(weights * _mean_over_targets(likelihood.reshape(S, C, -1), batch["answer_mask"].any(-1).reshape(S, C, -1))).sum()
 

@@ -177,12 +177,15 @@ def least_observation_tokens(tokenizer) -> int:
     return max(corrective, sum(map(len, _frame(tokenizer))) + 8)
 
 
-def document_tokens(passage: PassageLike, tokenizer, max_passage_tokens: int | None = None) -> np.ndarray:
+def document_tokens(
+    passage: PassageLike, tokenizer, max_passage_tokens: int | None = None, max_tokens: int = 1 << 30
+) -> np.ndarray:
     """``<information>Doc 1(Title: ...) text</information>`` as tokens [T] int32.
 
-    The text document scoring conditions on (METHOD.md 3), token for token what a rollout shows as its first document:
-    `max_passage_tokens` means what it means in `render_observation`.
+    The text document scoring conditions on (METHOD.md 3), token for token what a rollout shows as its first document in an
+    observation of `max_tokens` and `max_passage_tokens` (`render_observation`).
     """
-    opening, closing = encode(tokenizer, INFORMATION_OPEN), encode(tokenizer, INFORMATION_CLOSE)
-    document = encode_untrusted(tokenizer, render_document(1, passage))
-    return np.asarray([*opening, *document[: max_passage_tokens or len(document)], *closing], np.int32)
+    opening, closing = _frame(tokenizer)
+    shown = render_observation([passage], tokenizer, max_tokens, max_passage_tokens).tokens
+    document = shown[len(opening) : len(shown) - len(closing)]
+    return np.asarray([*encode(tokenizer, INFORMATION_OPEN), *document, *encode(tokenizer, INFORMATION_CLOSE)], np.int32)

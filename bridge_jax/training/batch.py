@@ -21,10 +21,11 @@ LENGTH_BUCKETS = 8  # padded rollout lengths there may be
 
 
 def row_widths(longest: int, limit: int) -> range:
-    """T of rows: `longest` rounded up to one of LENGTH_BUCKETS steps of `limit`, each a multiple of 64, and on to its double."""
+    """T of rows: `longest` rounded up to one of LENGTH_BUCKETS steps of `limit`, each a multiple of 64, and on to its double, but
+    no further than `limit` rounded up."""
     step = -(-limit // (64 * LENGTH_BUCKETS)) * 64
-    first = -(-longest // step) * step
-    return range(first, 2 * first + 1, step)
+    first, last = (-(-length // step) * step for length in (longest, limit))
+    return range(first, min(2 * first, last) + 1, step)
 
 
 def pack_rollouts(

@@ -63,7 +63,8 @@ class CreditStage:
         turns = batches.pack_turns(assets, credits, advantages, batches.turn_rows(config))
         credited = Credited(credits, turns, requests, owners)
         rows = credit_audit.audit(episodes, credited, advantages, assets.corpus, config.credit.tau)
-        return credited, _counts(credits) | credit_audit.step_metrics(rows)
+        cut = {"credit/cut_targets": sum(request.cut for request in requests)}
+        return credited, _counts(credits) | cut | credit_audit.step_metrics(rows)
 
     def scored(
         self, variables: dict, credits: Sequence[TurnCredit], requests: Sequence[scoring.Request], owners: Sequence[int]
@@ -88,7 +89,9 @@ def scoring_config(config: ConfigDict) -> scoring.ScoringConfig:
     return scoring.ScoringConfig(
         golds=config.credit.golds,
         turns_per_batch=config.credit.turns_per_batch,
-        max_passage_tokens=config.rollout.max_passage_tokens or config.rollout.max_observation_tokens,
+        pairs_at_once=config.credit.pairs_at_once,
+        max_answer_tokens=config.rollout.max_new_tokens,  # no rollout could write more, and no sampled span is longer
+        max_passage_tokens=config.rollout.max_passage_tokens or None,
         max_observation_tokens=config.rollout.max_observation_tokens,
     )
 

@@ -43,7 +43,8 @@ def pack(lengths: Sequence[int], minibatch: int, microbatch: int, widths: Sequen
 
     Args:
       minibatch: rollouts in one optimiser step, a divisor of their number.
-      microbatch: a divisor of `minibatch`; a forward and backward take at most as many tokens as so many rows of the first width.
+      microbatch: a divisor of `minibatch`; a forward and backward take at most as many tokens as so many rows of the first width,
+        and hence at most as many logits of attention (R T^2) as so many rows of the last.
       widths: those that rows may have, ascending; the first is no less than any length. Rollouts of little more than half of it
         would have its rows alone, and share wider ones.
       ways: devices that rows are split over; R is a multiple of it where `microbatch` is.

@@ -72,6 +72,7 @@ def step_config(config: ConfigDict) -> bilevel.StepConfig:
         grpo=grpo_config(config),
         policy_optimizer=bilevel.OptimizerConfig(g.lr, g.weight_decay, g.grad_clip, g.warmup_steps),
         trainable=config.policy.trainable,
+        pairs=c.pairs_at_once,
         retriever=retriever_loss_config(config),
         retriever_optimizer=bilevel.OptimizerConfig(c.lr, c.weight_decay, c.grad_clip, c.warmup_steps),
         turn_minibatch=c.minibatch,

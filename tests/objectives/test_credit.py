@@ -3,6 +3,10 @@
 import dataclasses
 import functools
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -10,13 +14,14 @@ import numpy as np
 import pytest
 from tiny_world import make_policy, nudged
 
-from bridge_jax.objectives import scoring
+from bridge_jax.models import qwen2
+from bridge_jax.objectives import credit, scoring
 from bridge_jax.objectives.credit import differentiable_log_likelihood, document_log_likelihood
 from bridge_jax.objectives.scoring import Scorer, ScoringConfig
 from bridge_jax.rollout import protocol
 
 U, C, P, T = 3, 4, 17, 11
-score = jax.jit(document_log_likelihood, static_argnums=0, static_argnames=("answer_tokens", "chunk"))
+score = jax.jit(document_log_likelihood, static_argnums=0, static_argnames=("answer_tokens", "chunk", "pairs"))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -46,6 +51,28 @@ def inputs(vocab=64, seed=0):
     starts = lengths - rng.integers(1, 4, (U, C))
     answer = continuation_valid & (np.arange(T) >= starts[..., None])
     return history, valid, continuation, continuation_valid, answer
+
+
+def most_pairs(history, continuation):
+    """That leave a batch whole, and that cut it into turns, pairs of candidates, and single ones."""
+    T, P = continuation.shape[2], history.shape[1]
+    row = T * (T + P + credit.OTHER)
+    return [U * C * row, 2 * C * row - 1, 2 * row, 1]
+
+
+def test_cutting_changes_nothing_and_bounds_what_is_at_once(monkeypatch):
+    model, params, _ = make_policy(lora=False)
+    arrays = inputs()
+    want, at_once = np.asarray(score(model, {"params": params}, *arrays)), []
+    apply = qwen2.Qwen2.apply
+    monkeypatch.setattr(qwen2.Qwen2, "apply", lambda *a, **k: at_once.append(a[2].shape) or apply(*a, **k))
+    seen = []
+    for pairs in most_pairs(arrays[0], arrays[2]):
+        at_once.clear()
+        got = jax.jit(functools.partial(document_log_likelihood, model, {"params": params}, pairs=pairs))(*arrays)
+        np.testing.assert_allclose(got, want, atol=1e-5)
+        seen.append((at_once[0][0], at_once[-1][0]))  # histories, continuations
+    assert seen == [(U, U * C), (1, C), (1, 2), (1, 1)]
 
 
 @pytest.mark.parametrize(("tie", "kind", "lora"), [(True, "qwen2", True), (False, "llama", False)])
@@ -87,8 +114,8 @@ def test_forward_only():
     assert not any(np.asarray(g).any() for g in jax.tree.leaves(grad))
 
 
-@pytest.mark.parametrize("remat", [False, True])
-def test_the_differentiable_form_has_the_gradient_of_the_full_forward(remat):
+@pytest.mark.parametrize(("remat", "cut"), [(False, 0), (True, 0), (True, 2)])
+def test_the_differentiable_form_has_the_gradient_of_the_full_forward(remat, cut):
     model, params, adapter = make_policy()
     adapter = nudged(adapter, 5)
     arrays = history, valid, continuation, continuation_valid, answer = inputs()
@@ -97,7 +124,8 @@ def test_the_differentiable_form_has_the_gradient_of_the_full_forward(remat):
     @jax.jit
     def got(lora):
         shared = dataclasses.replace(model, remat=remat)
-        return (weights * differentiable_log_likelihood(shared, {"params": params, "lora": lora}, *arrays)).sum()
+        pairs = most_pairs(history, continuation)[cut]
+        return (weights * differentiable_log_likelihood(shared, {"params": params, "lora": lora}, *arrays, pairs=pairs)).sum()
 
     @jax.jit
     def expected(lora):
@@ -115,6 +143,58 @@ def test_the_differentiable_form_has_the_gradient_of_the_full_forward(remat):
     a, b = jax.grad(got)(adapter), jax.grad(expected)(adapter)
     size = max(float(abs(x).max()) for x in jax.tree.leaves(b))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5 * size), a, b)
+
+
+SHARDED = """
+import functools
+import jax
+import numpy as np
+from bridge_jax.mesh import batch_sharding, make_mesh
+from bridge_jax.objectives.credit import OTHER, document_log_likelihood
+from test_credit import C, P, T, inputs
+from tiny_world import make_policy
+
+model, params, _ = make_policy(lora=False)
+arrays = [np.concatenate([x, x[::-1], x[:2]]) for x in inputs()]  # eight turns
+mesh = make_mesh(data=4, fsdp=1)
+placed = [jax.device_put(x, batch_sharding(mesh)) for x in arrays]
+want = np.asarray(jax.jit(functools.partial(document_log_likelihood, model, {"params": params}))(*arrays))
+row = T * (T + P + OTHER)
+for pairs, rows in ((2 * C * row, 2 * C), (C * row, C), (2 * row, 2)):  # a device's turns at once, one by one, in halves
+    fn = functools.partial(document_log_likelihood, model.clone(mesh=mesh), {"params": params}, chunk=8, pairs=pairs)
+    compiled = jax.jit(fn).lower(*placed).compile()
+    np.testing.assert_allclose(compiled(*placed), want, atol=1e-5)
+    text = compiled.as_text()
+    assert not any(f" {moved}(" in text for moved in ("all-gather", "all-to-all", "collective-permute")), pairs
+    assert f"f32[{rows},{T},{model.config.hidden_size}]" in text, (rows, pairs)
+"""
+
+
+def test_turns_split_over_devices_stay_there():
+    here = Path(__file__).parent
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])]),
+    }
+    done = subprocess.run([sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
+def test_memory_is_that_of_the_pairs_at_once():
+    """Eight times as long documents, and twice as many of them: the same temporaries, within what attention does not take."""
+    model, params, _ = make_policy(lora=False)
+
+    def temporaries(C, T, pairs):
+        S, P = jax.ShapeDtypeStruct, 64
+        given = [S((2, P), np.int32), S((2, P), bool), S((2, C, T), np.int32), S((2, C, T), bool), S((2, C, T), bool)]
+        fn = functools.partial(document_log_likelihood, model, answer_tokens=4, pairs=pairs)
+        return jax.jit(fn).lower({"params": params}, *given).compile().memory_analysis().temp_size_in_bytes
+
+    short, pairs = 2 * 8 * 64 * (128 + credit.OTHER), 1 << 20
+    assert short <= pairs
+    bound, long = temporaries(8, 64, pairs), (16, 512)
+    assert temporaries(*long, None) > 20 * bound and temporaries(*long, pairs) < 3 * bound
 
 
 def test_logits_exist_for_answer_tokens_only():
@@ -183,7 +263,7 @@ def test_answers_against_the_naive_forward(tokenizer):
     turns[2][1].rows[1] = -1
     before = scoring.compilations()
     got = score_answers(model, variables, turns, tokenizer, turns_per_batch=2)
-    assert scoring.compilations() - before <= 2
+    assert scoring.compilations() - before <= 3
     for (episode, turn), scores in zip(turns, got):
         assert scores.dtype == np.float32
         for row, score in zip(turn.rows, scores):
@@ -238,9 +318,11 @@ def test_equal_requests_are_scored_once(tokenizer, monkeypatch):
 def test_batches_and_shapes_waste_little(tokenizer):
     scorer = Scorer(make_policy(lora=False)[0], PASSAGES, tokenizer, ScoringConfig(turns_per_batch=32))
     assert list(scorer._cuts(70)) == [(0, 32, 32), (32, 64, 32), (64, 68, 4), (68, 70, 4)]
+    four = Scorer(make_policy(lora=False)[0], PASSAGES, tokenizer, ScoringConfig(turns_per_batch=4))
+    assert list(four._cuts(6)) == [(0, 4, 4), (4, 5, 1), (5, 6, 1)]  # the default: what is left over pays for itself alone
     widths = [scoring._width(n, 4, 4) for n in range(1, 1025)]
-    assert all(n <= width <= max(n + 3, 1.25 * n) for n, width in enumerate(widths, 1))
-    assert len(set(widths)) == 28
+    assert all(n <= width <= max(n + 3, (1.25 if n <= 256 else 1.5) * n) for n, width in enumerate(widths, 1))
+    assert len(set(widths)) == 24
 
 
 def test_several_golds_are_a_log_mean_of_likelihoods(tokenizer):
@@ -263,17 +345,32 @@ def test_the_answer_boundary(tokenizer, gold):
     assert tokenizer.decode(request.targets[0]) == gold.strip()
 
 
-def test_cut_documents(tokenizer):
-    model, params, _ = make_policy(vocab=len(tokenizer), lora=False)
-    turns = make_turns(tokenizer)[:1]
-    scorer = Scorer(model, PASSAGES, tokenizer, ScoringConfig(turns_per_batch=1, max_passage_tokens=30))
-    request = scorer.answer(*turns[0])
-    batch, _ = scorer.pack([request], 1)
-    answer = [*request.lead, *request.targets[0]]
-    frame = len(protocol.encode(tokenizer, "<information>")) + len(protocol.encode(tokenizer, "</information>"))
-    common = int(batch["history_valid"].sum()) - len(request.history)
-    assert common + batch["continuation_valid"].sum(-1).max() == 30 + frame + len(answer)
-    assert np.isfinite(scorer({"params": params}, [request])[0]).all()
+@pytest.mark.parametrize("limits", [(10, 1000), (None, 24), (0, 24), (30, 24), (10, 20)])
+def test_cut_documents(tokenizer, limits):
+    """Long passages: what answers and spans are scored after is what an observation of one passage shows."""
+    (episode, turn), *_ = make_turns(tokenizer)
+    passage, total = limits
+    settings = ScoringConfig(turns_per_batch=1, max_passage_tokens=passage, max_observation_tokens=total)
+    scorer, own = Scorer(None, PASSAGES, tokenizer, settings), len(episode.prompt) + turn.history
+    answer, span = scorer.answer(episode, turn), scorer.next_action(episode, turn, np.arange(3, dtype=np.int32))
+    for row, *read in zip(turn.rows, answer.documents, span.documents, strict=True):
+        observation = protocol.render_observation([PASSAGES[row]], tokenizer, total, passage)
+        assert observation.cut and len(observation.tokens) <= total
+        after_answer, after_span = ([*r.history[own:], *tail] for r, tail in zip((answer, span), read))
+        assert after_span == observation.tokens.tolist()
+        assert tokenizer.decode(after_answer) == tokenizer.decode(after_span).strip("\n")
+
+
+def test_cut_answers(tokenizer):
+    """A gold answer longer than any rollout could write is scored by its beginning, and counted."""
+    ((episode, turn),) = make_turns(tokenizer, golds=(("Paris", "the Spree " * 50, "x"),))
+    scorer = Scorer(None, PASSAGES, tokenizer, ScoringConfig(golds=3, turns_per_batch=1, max_answer_tokens=6))
+    request = scorer.answer(episode, turn)
+    assert [len(target) for target in request.targets] == [
+        min(6, len(protocol.encode(tokenizer, g))) for g in ("Paris", "y" * 9, "x")
+    ]
+    assert request.cut == 1
+    assert tokenizer.decode(request.targets[1]) == tokenizer.decode(protocol.encode(tokenizer, "the Spree " * 50)[:6])
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2], [-1, 3, 3], [2, -1, -1], [-1, -1, -1]])
@@ -284,8 +381,9 @@ def test_what_documents_begin_with_is_read_once(tokenizer, rows):
     request = scorer.answer(episode, SimpleNamespace(history=turn.history, rows=np.asarray(rows, np.int32)))
     batch, _ = scorer.pack([request], 1)
     history = batch["history"][0][batch["history_valid"][0]].tolist()
-    assert history[: len(request.history)] == request.history.tolist()
-    beginning, target = history[len(request.history) :], [*request.lead, *request.targets[0]]
+    own = [*episode.prompt.tolist(), *episode.tokens[: turn.history].tolist()]
+    assert history[: len(own)] == own
+    beginning, target = history[len(own) :], [*request.lead, *request.targets[0]]
     existing = [row for row in rows if row >= 0]
     opening = protocol.encode(tokenizer, "<information>")
     assert beginning[: len(opening)] == opening[: len(beginning)] and (len(beginning) > len(opening)) == bool(existing)

@@ -1,11 +1,17 @@
 """Chunked log-probabilities: same values and gradients as the direct form, a fraction of its memory."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bridge_jax.objectives.logprobs import token_logps
+from bridge_jax.objectives import logprobs
+from bridge_jax.objectives.logprobs import steps_of, token_logps
 
 
 def direct(hidden, kernel, targets):
@@ -19,13 +25,17 @@ def inputs(B=3, T=13, D=16, V=101):
     return jax.random.normal(keys[0], (B, T, D)), jax.random.normal(keys[1], (D, V)), jax.random.randint(keys[2], (B, T), 0, V)
 
 
-@pytest.mark.parametrize("chunk", [1, 6, 12, 39, 4096])
-def test_values_and_gradients(chunk):
-    hidden, kernel, targets = inputs()
+IN_COLUMNS = [(3, 1, 1), (3, 6, 1), (3, 12, 1), (3, 39, 1), (3, 4096, 1)]
+IN_ROWS = [(12, 5, 1), (12, 9, 2)]
+
+
+@pytest.mark.parametrize(("B", "chunk", "ways"), IN_COLUMNS + IN_ROWS)
+def test_values_and_gradients(B, chunk, ways):
+    hidden, kernel, targets = inputs(B)
     weight = jax.random.normal(jax.random.key(1), targets.shape)
 
     def chunked(h, k):
-        logp, entropy = token_logps(h, lambda x: x @ k, targets, chunk)
+        logp, entropy = token_logps(h, lambda x: x @ k, targets, chunk, ways)
         return (logp * weight).sum(), (logp, entropy)
 
     (_, (logp, entropy)), grads = jax.value_and_grad(chunked, (0, 1), has_aux=True)(hidden, kernel)
@@ -34,7 +44,56 @@ def test_values_and_gradients(chunk):
     np.testing.assert_allclose(entropy, expected[1], atol=1e-5)
     expected_grads = jax.grad(lambda h, k: (direct(h, k, targets)[0] * weight).sum(), (0, 1))(hidden, kernel)
     for got, want in zip(grads, expected_grads):
-        np.testing.assert_allclose(got, want, atol=2e-5)
+        np.testing.assert_allclose(got, want, atol=4e-5)
+
+
+def test_steps_are_few_and_equal():
+    assert [steps_of(12, most) for most in (0, 1, 2, 5, 6, 11, 12, 99)] == [12, 12, 6, 3, 2, 2, 1, 1]
+    assert steps_of(7, 5) == 7 and steps_of(1, 0) == 1
+
+
+SHAPES = [(3, 50, 30, 1), (96, 5, 30, 1), (1000, 3, 4096, 1), (96, 5, 30, 8), (64, 2, 16, 32)]
+
+
+@pytest.mark.parametrize(("B", "T", "chunk", "ways"), SHAPES)
+def test_logits_at_once(monkeypatch, B, T, chunk, ways):
+    """No more than `chunk` tokens and `LOGITS` logits, unless a row of every device already is more."""
+    monkeypatch.setattr(logprobs, "LOGITS", 64 * 101)
+    seen = []
+    hidden, kernel, targets = inputs(B, T)
+    jax.eval_shape(lambda h: token_logps(h, lambda x: seen.append(x.shape) or x @ kernel, targets, chunk, ways), hidden)
+    rows, columns, _ = seen[-1]
+    assert rows * columns <= max(min(chunk, 64), ways) and rows % ways == 0
+    assert rows * columns >= min(min(chunk, 64) // 4, B * T)  # nor needlessly few
+
+
+SHARDED = """
+import jax, numpy as np
+from bridge_jax.mesh import batch_sharding, make_mesh
+from bridge_jax.objectives.logprobs import token_logps
+
+mesh = make_mesh(data=2, fsdp=2, tensor=1)
+keys = jax.random.split(jax.random.key(0), 3)
+hidden, kernel = jax.random.normal(keys[0], (96, 5, 16)), jax.random.normal(keys[1], (16, 3001))
+targets = jax.random.randint(keys[2], (96, 5), 0, 3001)
+fn = jax.jit(lambda h, k, t, ways: token_logps(h, lambda x: x @ k, t, 32, ways)[0], static_argnums=3)
+placed = [jax.device_put(x, batch_sharding(mesh)) for x in (hidden, targets)]
+compiled = fn.lower(placed[0], kernel, placed[1], 4).compile()
+text = compiled.as_text()
+assert "all-gather" not in text and "all-to-all" not in text and "collective-permute" not in text, "rows moved between devices"
+assert "f32[8,1,3001]" in text, "a device has its share of the 32 rows of a step"
+np.testing.assert_allclose(compiled(placed[0], kernel, placed[1]), fn(hidden, kernel, targets, 1), atol=1e-5)
+"""
+
+
+def test_rows_split_over_devices_stay_there():
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    done = subprocess.run([sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
 
 
 def test_entropy_is_only_a_metric():

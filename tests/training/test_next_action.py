@@ -122,7 +122,7 @@ def played(tmp_path_factory):
         "credit__no_span": "zero",
         "credit__sibling": "any",
     }
-    fields |= {"credit__max_turns": 15, "credit__turns_per_batch": 15}  # one batch, one program
+    fields |= {"credit__max_turns": 15, "credit__turns_per_batch": 4}  # full batches, few programs
     config = configuration.load(tiny_run.write_world(folder, **fields))
     assets = load_assets(config, folder)
     questions = load_questions(config.data.train[0], "train")[:4]

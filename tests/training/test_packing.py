@@ -57,10 +57,24 @@ def test_what_it_saves():
     packing = pack(lengths, 128, 32, row_widths(185, 352))
     assert packing.shape[2] == 256  # most of them would have a row of 192 alone
     assert lengths.sum() / packing.computed > 0.85 and 128 * 192 / packing.computed > 1.5
-    # long ragged ones fill rows of the longest; wider rows would only make attention dearer
+    # long ragged ones fill rows of the longest: none is wider than the limit
     lengths = np.clip(np.exp(rng.normal(7, 0.8, 512)), 200, 8192).astype(int)
     packing = pack(lengths, 512, 8, row_widths(8192, 8192))
     assert packing.shape == (64, 8, 8192) and lengths.sum() / packing.computed > 0.9
+
+
+@given(st.integers(1, 9000), st.integers(1, 9000), st.integers(1, 8), st.integers(0, 2**32 - 1))
+@settings(deadline=None, max_examples=60)
+def test_a_microbatch_that_fits_at_the_limit_fits(limit, longest, microbatch, seed):
+    """Tokens and logits of attention (R T^2) are at most those of `microbatch` rows of the limit, rounded up."""
+    longest = min(limit, longest)
+    widths = row_widths(longest, limit)
+    rounded = row_widths(limit, limit)
+    assert list(rounded) == [widths[-1]] if 2 * widths[0] > rounded[0] else widths[-1] == 2 * widths[0] <= rounded[0]
+    assert widths[0] >= longest and rounded[0] < limit + max(65, limit / 8 + 64)
+    lengths = np.random.default_rng(seed).integers(0, longest + 1, 4 * microbatch)
+    _, R, T = pack(lengths, 4 * microbatch, microbatch, widths).shape
+    assert microbatch * rounded[0] >= R * T and microbatch * rounded[0] ** 2 >= R * T * T
 
 
 def test_few_shapes():
