@@ -128,7 +128,7 @@ def default() -> ConfigDict:
     c.credit.grad_clip = 1.0
     c.credit.turns_per_batch = 4  # turns (times candidates) scored in one program
     # Pairs of a token and a column it attends to (512 more a token) that scoring holds at once on a device, 4 to 8 x heads bytes
-    # each: 16 heads, at most 8.6 GB. Beyond it turns, then candidates, follow one another; one history or row is never cut.
+    # each: some 8 GB for 16 heads. Beyond it turns, then candidates, follow one another; one history or row is never cut.
     c.credit.pairs_at_once = 2**26
     # What a turn that is followed by another search is credited by; last turns always by the answer (training/next_action.py).
     c.credit.target = "answer"  # answer | next_action | both (the sum)
