@@ -197,6 +197,17 @@ def cost(results: Mapping) -> str:
     return table(["what", "paper", "ours"], rows)
 
 
+def paper_scale(results: Mapping) -> str:
+    """The counted cost at the paper's scale, by the number of credited turns."""
+    rows = []
+    for turns, found in results["paper_scale"]["by_turns"].items():
+        seconds = found["seconds"]
+        cells = [turns, *(f"{seconds[phase]:.0f}" for phase in ("read", "decode", "policy", "score"))]
+        rows.append([*cells, f"{found['bridge_over_vt_search']:.2f}x"])
+    head = ["credited turns", "reading, s", "decoding, s", "policy, s", "scoring, s", "bridge over vt_search"]
+    return table(head, rows)
+
+
 def credit(results: Mapping) -> str:
     """Zero-advantage share, entropy, largest responsibility."""
     rows = []
@@ -259,6 +270,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Mapping], str]]] = {  # block: (the resul
     "options": ("ablation", options),
     "fidelity": ("fidelity", fidelity),
     "cost": ("method_cost", cost),
+    "paper_scale": ("paper_scale", paper_scale),
     "credit": ("credit_audit", credit),
     "first_hop": ("first_hop", first_hop),
 }
