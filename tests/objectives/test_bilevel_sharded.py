@@ -1,11 +1,9 @@
 """The BRIDGE step, and the policy's half with PPO, on four devices equal those on one. Own processes: devices are made at start."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from virtual_devices import run_on_devices
 
 BRIDGE = """
 import jax
@@ -74,11 +72,5 @@ print("equal")
 
 @pytest.mark.parametrize("script", [BRIDGE, PPO], ids=["bridge", "ppo"])
 def test_four_devices_equal_one(script):
-    here = Path(__file__).parent
-    env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])]),
-    }
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=600)
+    done = run_on_devices(4, script, Path(__file__).parent)
     assert done.stdout.strip().endswith("equal"), done.stderr[-3000:]

@@ -3,9 +3,6 @@
 import dataclasses
 import functools
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from tiny_world import make_policy, nudged
+from virtual_devices import run_on_devices
 
 from bridge_jax.models import qwen2
 from bridge_jax.objectives import credit, scoring
@@ -171,13 +169,7 @@ for pairs, rows in ((2 * C * row, 2 * C), (C * row, C), (2 * row, 2)):  # a devi
 
 
 def test_turns_split_over_devices_stay_there():
-    here = Path(__file__).parent
-    env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])]),
-    }
-    done = subprocess.run([sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True, timeout=600)
+    done = run_on_devices(4, SHARDED, Path(__file__).parent)
     assert done.returncode == 0, done.stderr
 
 

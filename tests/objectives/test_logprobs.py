@@ -1,14 +1,12 @@
 """Chunked log-probabilities: same values and gradients as the direct form, a fraction of its memory."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from virtual_devices import run_on_devices
 
 from bridge_jax.objectives import logprobs
 from bridge_jax.objectives.logprobs import steps_of, token_logps
@@ -87,12 +85,7 @@ np.testing.assert_allclose(compiled(placed[0], kernel, placed[1]), fn(hidden, ke
 
 
 def test_rows_split_over_devices_stay_there():
-    env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    done = subprocess.run([sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True, timeout=600)
+    done = run_on_devices(4, SHARDED, Path(__file__).parent)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,9 +1,8 @@
 """The sampler over a mesh of virtual devices: its state is split over them at every stage; it draws the tokens of one device."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from virtual_devices import run_on_devices
 
 SCRIPT = """
 import jax, numpy as np
@@ -69,12 +68,6 @@ print("equal")
 
 
 def test_four_devices_equal_one():
-    here = Path(__file__).parent
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])]),
-    }
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300)
+    done = run_on_devices(4, SCRIPT, Path(__file__).parent, timeout=300)
     assert done.stdout.strip().endswith("equal"), done.stderr[-3000:]
     assert "rematerialization" not in done.stderr

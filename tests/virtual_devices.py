@@ -1,0 +1,17 @@
+"""Scripts on several virtual CPU devices: their number is fixed when a process starts, so each runs in one of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run_on_devices(count: int, script: str, here: Path, timeout: int = 600) -> subprocess.CompletedProcess:
+    """The finished process of a Python script that can import the project and the modules in `here` and beside this one."""
+    tests = Path(__file__).parent
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(map(str, (here, tests, tests.parent))),
+    }
+    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=timeout)
