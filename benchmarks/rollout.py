@@ -1,7 +1,7 @@
 """Rollout speed: our sampler against Tunix's and Hugging Face's `generate`, same weights, float32, same machine, in turns.
 
     python benchmarks/rollout.py               # a random 4.5 M Qwen2: groups of 1, 8, 16, prompts of 64, 512, 1536 tokens
-    python benchmarks/rollout.py --peers-python=peers/bin/python --models=random,smollm2-135m-instruct
+    python benchmarks/rollout.py --models=smollm2-135m-instruct --groups=8    # results/rollout-smollm2-135m-instruct.json
     python benchmarks/rollout.py --quick
 
 One question a batch: G samples of one prompt, all of the same length (nobody stops early), drawn at temperature 1 from the whole
@@ -56,7 +56,8 @@ def main() -> None:
     result = headline(cases) | engines.conditions(args, rounds)
     result |= {"new_tokens": new, "greedy_agreement": agreement}
     result["cases"] = cases
-    path = runs.save(NAME, result, args)
+    name = NAME if args.models == RANDOM else f"{NAME}-{args.models.replace(',', '-')}"
+    path = runs.save(name, result, args)
     plot(path, cases)
     print(json.dumps({key: value for key, value in result.items() if key != "cases"}))
 
