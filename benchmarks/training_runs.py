@@ -204,8 +204,8 @@ class _Progress:
         """`[ 120/ 900 steps, 0:31:10 passed, ETA 3:20:00] text`"""
         self._last = time.monotonic()
         passed, steps = self._last - self._begin, self._steps()
-        new = steps - self._before
-        eta = clock(passed / new * (self._total - steps)) if new else "?"
+        new = steps - self._before  # below 0 while interrupted runs do again what lies behind their last checkpoint
+        eta = clock(passed / new * (self._total - steps)) if new > 0 else "?"
         return f"[{steps}/{self._total} steps, {clock(passed)} passed, ETA {eta}] {text}"
 
 
