@@ -32,6 +32,8 @@ _DECODER = {
     ("layers", "q_proj"): "model.layers.{}.self_attn.q_proj",
     ("layers", "k_proj"): "model.layers.{}.self_attn.k_proj",
     ("layers", "v_proj"): "model.layers.{}.self_attn.v_proj",
+    ("layers", "q_norm"): "model.layers.{}.self_attn.q_norm",  # Qwen3 alone
+    ("layers", "k_norm"): "model.layers.{}.self_attn.k_norm",
     ("layers", "o_proj"): "model.layers.{}.self_attn.o_proj",
     ("layers", "post_norm"): "model.layers.{}.post_attention_layernorm",
     ("layers", "gate_proj"): "model.layers.{}.mlp.gate_proj",
@@ -48,7 +50,7 @@ _ENCODER = {
     ("layers", "output"): "encoder.layer.{}.output.dense",
     ("layers", "output_norm"): "encoder.layer.{}.output.LayerNorm",
 }
-MODULES = {"qwen2": _DECODER, "bert": _ENCODER}  # Llama checkpoints use the names of qwen2
+MODULES = {"qwen2": _DECODER, "bert": _ENCODER}  # Qwen3 and Llama checkpoints use the names of qwen2
 
 _DTYPES = {
     "F64": np.dtype(np.float64),

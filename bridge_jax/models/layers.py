@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
@@ -70,10 +71,40 @@ class Embed(nn.Module):
         return jnp.take(self.embedding, ids, axis=0, mode="clip").astype(self.dtype)
 
 
-def rope(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's rotary embedding for contexts longer than those of pre-training, of `positions` tokens.
+
+    With the wavelength w of a frequency, in tokens: frequencies with positions / w above `high` are kept, below `low` divided by
+    `factor`, and in between interpolated linearly in positions / w.
+    """
+
+    factor: float
+    low: float
+    high: float
+    positions: int
+
+    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+        turns = np.float32(self.positions) / (np.float32(2 * np.pi) / frequencies)
+        kept = np.clip((turns - np.float32(self.low)) / np.float32(self.high - self.low), 0, 1).astype(np.float32)
+        return (1 - kept) * frequencies / np.float32(self.factor) + kept * frequencies
+
+    def to_hf(self) -> dict:
+        return {
+            "rope_type": "llama3",
+            "factor": self.factor,
+            "low_freq_factor": self.low,
+            "high_freq_factor": self.high,
+            "original_max_position_embeddings": self.positions,
+        }
+
+
+def rope(positions: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> tuple[jax.Array, jax.Array]:
     """positions [B, T] int32 -> (cos, sin), each [B, T, 1, H/2] float32."""
     # float32 throughout: the reference implementation rounds the frequencies the same way, which shows at long positions.
     frequencies = np.float32(1) / np.float32(theta) ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
+    if scaling is not None:
+        frequencies = scaling(frequencies)
     angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 

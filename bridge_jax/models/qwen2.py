@@ -1,4 +1,4 @@
-"""Qwen2/Qwen2.5 decoders, and Llama-architecture checkpoints of the same shape, as one linen module with stacked layers.
+"""Qwen2/Qwen2.5 decoders, and Qwen3 and Llama checkpoints, which differ in details, as one linen module with stacked layers.
 
     model, params = qwen2.load("Qwen/Qwen2.5-0.5B-Instruct", dtype=jnp.bfloat16)
     logits = model.apply({"params": params}, tokens)                             # [B, T, V] float32
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,113 +29,9 @@ from bridge_jax.models import hub
 from bridge_jax.models.attention import attend, causal_mask
 from bridge_jax.models.attention_kernels import attend_sequences
 from bridge_jax.models.cache import KVBlock
+from bridge_jax.models.decoder_config import Qwen2Config, ids_of, one_or_list
 from bridge_jax.models.layers import INIT, Dense, Embed, RMSNorm, rope, rotate
 from bridge_jax.models.lora import LoRAConfig, check_lora
-
-
-@dataclass(frozen=True)
-class Qwen2Config:
-    """The shape of a decoder. `vocab_size` V is the embedding's, often padded beyond the tokenizer's."""
-
-    vocab_size: int
-    hidden_size: int  # D
-    intermediate_size: int  # F
-    num_layers: int  # L
-    num_heads: int  # N
-    num_kv_heads: int  # K
-    head_dim: int  # H
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-6
-    tie_embeddings: bool = False
-    model_type: str = "qwen2"  # or "llama": no biases
-    max_positions: int = 32768
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    pad_token_id: int | None = None
-
-    @property
-    def qkv_bias(self) -> bool:
-        return self.model_type == "qwen2"
-
-    @property
-    def units(self) -> dict[str, int]:
-        """Heads in each attention projection: tensor parallelism never splits one."""
-        return {"q_proj": self.num_heads, "o_proj": self.num_heads, "k_proj": self.num_kv_heads, "v_proj": self.num_kv_heads}
-
-    @classmethod
-    def from_hf(cls, hf: Mapping, where: str = "config.json") -> Qwen2Config:
-        """From the contents of config.json. UserError for what this module does not compute, naming it."""
-        kind = hf.get("model_type")
-        if kind not in ("qwen2", "llama"):
-            raise UserError(f"{where}: model_type {kind!r} is not supported; give a qwen2 (Qwen2, Qwen2.5) or llama checkpoint")
-        rope_settings = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-        rope_type = rope_settings.get("rope_type", rope_settings.get("type", "default"))
-        refused = {
-            "rope scaling": rope_type if rope_type != "default" else None,
-            "use_sliding_window": hf.get("use_sliding_window") and hf.get("sliding_window"),
-            "layer_types": [t for t in hf.get("layer_types") or () if t != "full_attention"],
-            "attention_bias": kind == "llama" and hf.get("attention_bias"),
-            "mlp_bias": hf.get("mlp_bias"),
-            "hidden_act": None if hf.get("hidden_act", "silu") == "silu" else hf["hidden_act"],
-            "quantization_config": "present" if hf.get("quantization_config") else None,
-        }
-        for name, value in refused.items():
-            if value:
-                raise UserError(f"{where}: {name} = {value} is not supported; give a checkpoint without it")
-        try:
-            heads = hf["num_attention_heads"]
-            return cls(
-                vocab_size=hf["vocab_size"],
-                hidden_size=hf["hidden_size"],
-                intermediate_size=hf["intermediate_size"],
-                num_layers=hf["num_hidden_layers"],
-                num_heads=heads,
-                num_kv_heads=hf.get("num_key_value_heads") or heads,
-                head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
-                rope_theta=float(rope_settings.get("rope_theta") or hf.get("rope_theta") or 10000.0),
-                rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-                tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-                model_type=kind,
-                max_positions=hf.get("max_position_embeddings", 32768),
-                bos_token_id=hf.get("bos_token_id"),
-                eos_token_ids=_ids(hf.get("eos_token_id")),
-                pad_token_id=hf.get("pad_token_id"),
-            )
-        except KeyError as error:
-            raise UserError(f"{where}: field {error.args[0]} is missing; fetch the model folder again") from None
-
-    def to_hf(self) -> dict:
-        """The contents of config.json (read by transformers 4 and 5)."""
-        hf = {
-            "architectures": ["Qwen2ForCausalLM" if self.model_type == "qwen2" else "LlamaForCausalLM"],
-            "model_type": self.model_type,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "rope_theta": self.rope_theta,
-            "rms_norm_eps": self.rms_norm_eps,
-            "tie_word_embeddings": self.tie_embeddings,
-            "max_position_embeddings": self.max_positions,
-            "bos_token_id": self.bos_token_id,
-            "eos_token_id": _one_or_list(self.eos_token_ids),
-            "pad_token_id": self.pad_token_id,
-        }
-        if self.model_type == "llama":
-            hf |= {"attention_bias": False, "mlp_bias": False}
-        return hf
-
-
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    return () if value is None else tuple(value) if isinstance(value, list) else (value,)
-
-
-def _one_or_list(ids: tuple[int, ...]):
-    return None if not ids else ids[0] if len(ids) == 1 else list(ids)
 
 
 class Block(nn.Module):
@@ -164,6 +60,8 @@ class Block(nn.Module):
         q = dense("q_proj", c.num_heads * c.head_dim, c.qkv_bias)(h).reshape(batch, length, c.num_heads, c.head_dim)
         k = dense("k_proj", c.num_kv_heads * c.head_dim, c.qkv_bias)(h).reshape(batch, length, c.num_kv_heads, c.head_dim)
         v = dense("v_proj", c.num_kv_heads * c.head_dim, c.qkv_bias)(h).reshape(batch, length, c.num_kv_heads, c.head_dim)
+        if c.qk_norm:
+            q, k = RMSNorm(c.rms_norm_eps, name="q_norm")(q), RMSNorm(c.rms_norm_eps, name="k_norm")(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache_k is not None:
             # In the carry, not scanned in and out: XLA then updates the columns in place instead of copying the cache.
@@ -268,7 +166,7 @@ class Qwen2(nn.Module):
             seen = jax.lax.dynamic_slice(jnp.cumsum(columns, axis=-1, dtype=jnp.int32), (0, write_at), (batch, length))
         if positions is None:
             positions = jnp.maximum(seen_before + seen - 1, 0)
-        cos, sin = rope(positions, c.head_dim, c.rope_theta)
+        cos, sin = rope(positions, c.head_dim, c.rope_theta, c.rope_scaling)
 
         embed = Embed(c.vocab_size, c.hidden_size, self.dtype, name="embed")
         x = constrain(embed(tokens), self.mesh, P(BATCH))
@@ -314,6 +212,8 @@ def slots(config: Qwen2Config) -> dict[str, hub.Slot]:
     biased = ("q_proj", "k_proj", "v_proj") if config.qkv_bias else ()
 
     def leaves(name: str) -> tuple[str, ...]:
+        if name in ("q_norm", "k_norm") and not config.qk_norm:
+            return ()
         return ("scale",) if name.endswith("norm") else ("kernel", "bias") if name in biased else ("kernel",)
 
     places = {"model.embed_tokens.weight": hub.Slot(("embed", "embedding")), "model.norm.weight": hub.Slot(("norm", "scale"))}
@@ -327,7 +227,7 @@ def config_from_folder(folder: str | Path) -> Qwen2Config:
     path = Path(folder) / "config.json"
     config = Qwen2Config.from_hf(hub.read_json(path), str(path))
     generation = path.with_name("generation_config.json")
-    more = _ids(hub.read_json(generation).get("eos_token_id")) if generation.is_file() else ()
+    more = ids_of(hub.read_json(generation).get("eos_token_id")) if generation.is_file() else ()
     return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
 
 
@@ -366,7 +266,7 @@ def save(folder: str | Path, model: Qwen2, params: Mapping, tokenizer: Any = Non
     if jax.process_index():
         return
     config = model.config
-    eos = _one_or_list(config.eos_token_ids)
+    eos = one_or_list(config.eos_token_ids)
     ids = {"bos_token_id": config.bos_token_id, "eos_token_id": eos, "pad_token_id": config.pad_token_id}
     write_text(folder / "generation_config.json", json.dumps(ids, indent=2) + "\n")
     dtype = jnp.dtype(params["embed"]["embedding"].dtype).name
@@ -402,7 +302,7 @@ def eos_ids(folder: str | Path, tokenizer: Any) -> tuple[int, ...]:
     found = {tokenizer.eos_token_id}
     for name in ("config.json", "generation_config.json"):
         if (folder / name).is_file():
-            found.update(_ids(hub.read_json(folder / name).get("eos_token_id")))
+            found.update(ids_of(hub.read_json(folder / name).get("eos_token_id")))
     found.discard(None)
     if not found:
         raise UserError(f"{folder}: neither configuration nor tokenizer has an end-of-text token; add eos_token_id to config.json")

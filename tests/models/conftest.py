@@ -2,13 +2,15 @@
 
 import pytest
 
-KINDS = ("tied", "untied", "llama")
+KINDS = ("tied", "untied", "llama", "llama3", "qwen3")
+# Wavelengths of 6 to 15,000 tokens at theta = 5000: kept, interpolated and divided ones.
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
 
 
 def tiny_hf(kind: str, seed: int = 0):
     """A random float32 torch model: 2 layers, D 32, 4 query heads over 2 key/value heads; `tied` and `untied` have qkv biases."""
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
     torch.manual_seed(seed)
     shape = {
@@ -27,6 +29,10 @@ def tiny_hf(kind: str, seed: int = 0):
     }
     if kind == "llama":
         config = LlamaConfig(**shape, head_dim=12, rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
+    elif kind == "llama3":
+        config = LlamaConfig(**shape, head_dim=12, rope_parameters={"rope_type": "llama3", "rope_theta": 5000.0, **LLAMA3})
+    elif kind == "qwen3":
+        config = Qwen3Config(**shape, head_dim=12, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
     else:
         config = Qwen2Config(**shape, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
