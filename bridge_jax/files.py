@@ -7,6 +7,7 @@ once, whole, when its upload has ended.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -38,7 +39,16 @@ def as_path(text: str | os.PathLike) -> AnyPath:
         raise UserError(f"{address} names no bucket: write gs://bucket/folder")
     if not any(importlib.util.find_spec(library) for library in ("gcsfs", "tensorflow")):
         raise UserError(f"{address} needs gcsfs: pip install 'bridge-jax[gcs]'")
+    _forget_listings()
     return epath.Path(address)
+
+
+def _forget_listings() -> None:
+    """gcsfs remembers listings with sizes: an object that another process makes longer would be read cut off at its old size."""
+    with contextlib.suppress(ImportError):  # fsspec comes with gcsfs; tensorflow remembers nothing
+        import fsspec
+
+        fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
 
 
 def is_remote(path: str | os.PathLike) -> bool:
