@@ -13,6 +13,8 @@ import importlib.util
 import os
 import re
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from etils import epath
@@ -69,6 +71,11 @@ def refuse_unreachable(path: AnyPath) -> None:
 
 def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".split("\n")[0][:200]
+
+
+def absolute(path: AnyPath) -> AnyPath:
+    """epath's own would put the current folder before `gs://`."""
+    return path if is_remote(path) else path.absolute()
 
 
 def make_folder(path: AnyPath) -> None:
@@ -139,9 +146,28 @@ def _fetch(source: epath.Path, target: Path) -> None:
     os.replace(part, target)
 
 
+@contextlib.contextmanager
+def written_locally(folder: AnyPath) -> Iterator[Path]:
+    """A folder of this machine for libraries that write to no other: `folder` itself, or one that is uploaded to it at the end."""
+    if not is_remote(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="bridge-jax-") as scratch:
+        yield Path(scratch)
+        upload(Path(scratch), folder)
+
+
+def delete_folder(path: AnyPath) -> None:
+    """With all below it; one that is not there is no error."""
+    if not is_remote(path):
+        shutil.rmtree(path, ignore_errors=True)
+    elif path.exists():
+        path.rmtree()
+
+
 def upload(folder: Path, target: AnyPath) -> None:
-    """Copy a folder of this machine, with all below it, to `target`."""
-    for source in sorted(folder.rglob("*")):
+    """Copy a folder of this machine, with all below it; config.json last, by which a model's folder counts as whole."""
+    for source in sorted(folder.rglob("*"), key=lambda path: (path.name == "config.json", path)):
         if source.is_file():
             with source.open("rb") as reader, (target / source.relative_to(folder).as_posix()).open("wb") as writer:
                 shutil.copyfileobj(reader, writer, CHUNK)
