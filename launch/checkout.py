@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +28,17 @@ def commit(runner, name: str, allow_dirty: bool) -> str:
         files = ", ".join(line[3:] for line in changed[:8]) + (f" and {len(changed) - 8} more" if len(changed) > 8 else "")
         raise UserError(f"not in any commit: {files}; commit them, or pass --allow-dirty to run without them")
     return found.out.strip()
+
+
+def refuse_config(path: str, overrides: Sequence[str]) -> None:
+    """UserError for a configuration that training would refuse: better here than on a machine that costs money.
+
+    Not checked where ml_collections is missing: the launcher needs Python alone.
+    """
+    with contextlib.suppress(ImportError):
+        from bridge_jax import config
+
+        config.load(ROOT / path, overrides)
 
 
 def archive(runner, commit: str, target: Path) -> None:

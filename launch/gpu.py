@@ -195,6 +195,7 @@ def _refuse_unfit(env: dict[str, str]) -> None:
 def _run_hosts(args: argparse.Namespace, runner: Runner, hosts: tuple[str, ...]) -> int:
     commit = checkout.commit(runner, args.commit, args.allow_dirty)
     checkout.refuse_missing(runner, commit, args.config)
+    checkout.refuse_config(args.config, args.overrides)
     env = _environment(args)
     code = job.cache() / args.name / "code.tar.gz"
     checkout.archive(runner, commit, code)

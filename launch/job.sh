@@ -20,6 +20,9 @@ last_run() { tac log 2>/dev/null | sed '/^=== run /q'; } # the log since the las
 
 report() {
   local state=none code=- finished=0 stopped=0
+  if [ -f process ] && ! alive; then # its supervisor may be about to say how it ended
+    for _ in $(seq 20); do [ -f exit_code ] && break; sleep 0.1; done
+  fi
   [ -f installed ] && state=installed
   if alive; then state=running
   elif [ -f exit_code ]; then state=ended; code=$(cat exit_code); last_run | grep -q '^done: ' && finished=1
@@ -88,7 +91,6 @@ case "${1:-}" in
       touch stopped
       kill -TERM "$pid"
       for _ in $(seq "$(($2 * 10))"); do alive || break; sleep 0.1; done
-      for _ in $(seq 20); do [ -f exit_code ] && break; alive && break; sleep 0.1; done
     fi
     report
     ;;

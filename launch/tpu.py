@@ -144,6 +144,7 @@ def run(args: argparse.Namespace, tpu: Tpu) -> int:
         raise UserError(f"--max-restarts={args.max_restarts}: must be at least 0")
     commit = checkout.commit(tpu.runner, args.commit, args.allow_dirty)
     checkout.refuse_missing(tpu.runner, commit, args.config)
+    checkout.refuse_config(args.config, args.overrides)
     files = _pack(args, tpu, commit, workdir)
 
     workers = tpu.fleet(kind.hosts if kind else 1)

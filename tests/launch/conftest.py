@@ -11,7 +11,7 @@ def cloud(tmp_path, monkeypatch):
     found = Cloud(tmp_path / "cloud")
     repository = tmp_path / "repository"
     (repository / "configs").mkdir(parents=True)
-    (repository / "configs/mini.py").write_text("")
+    (repository / "configs/mini.py").write_text("from bridge_jax import config\n\nget_config = config.default\n")
     (repository / "setup.py").write_text("")
 
     def git(*words):

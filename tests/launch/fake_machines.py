@@ -7,6 +7,7 @@ a fake that makes a fake venv, whose `python -m bridge_jax.train` is the test's 
 import json
 import shlex
 import sys
+import time
 from pathlib import Path
 
 TOOLS = ("gcloud", "ssh", "scp", "srun", "nvidia-smi")
@@ -17,11 +18,19 @@ case "$1 $2" in
   "-c import sys, venv"*) exit 0 ;;
   "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
   "-m pip") [ "$3" = --version ] || {{ echo "$@" >>"$root/pip-$WORKER"; [ ! -f "$root/pip-fails" ]; }} ;;
-  "-m bridge_jax.train") printf '%s\\0' "$@" >"$root/argv-$WORKER"; export -p >"$root/environment-$WORKER"; . "$root/train.sh" ;;
+  "-m bridge_jax.train") printf '%s\\0' "$@" >"$root/argv-$WORKER"; export -p >"$root/env-part-$WORKER"
+    mv "$root/env-part-$WORKER" "$root/environment-$WORKER"; . "$root/train.sh" ;;
   *gpu_check.py*) echo "8 x H200"; [ ! -f "$root/unfit" ] || {{ echo "error: $(cat "$root/unfit")" >&2; exit 2; }} ;;
   *) exit 1 ;;
 esac
 """
+
+
+def wait_for(condition, seconds: float = 30.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it has not come"
+        time.sleep(0.02)
 
 
 class Cloud:
@@ -59,7 +68,19 @@ class Cloud:
 
     def argv(self, worker: str) -> list[str]:
         """What the training on a worker was called with."""
+        self.environment(worker)
         return (self.root / f"argv-{worker}").read_text().split("\0")[:-1]
+
+    def environment(self, worker: str) -> str:
+        """What it found there, as `export -p` says it."""
+        path = self.root / f"environment-{worker}"
+        wait_for(path.exists)
+        return path.read_text()
+
+    def heard(self, worker: str, text: str, number: int = 0) -> None:
+        """Wait until the training on a worker has said something: a start returns before that."""
+        log = self.folder(worker, number) / "log"
+        wait_for(lambda: log.exists() and text in log.read_text())
 
     def folder(self, worker: str, number: int = 0) -> Path:
         return self.root / f"worker-{worker}" / "bridge_jax_jobs" / f"bridge-{number}"

@@ -21,7 +21,7 @@ METRICS = """step() { mkdir -p "$root/bucket/bucket/runs/a"; echo "{\\"step\\": 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(resume, "GRACE", 2)
+    monkeypatch.setattr(resume, "GRACE", 1)
 
 
 def launch(*words) -> int:
@@ -80,6 +80,7 @@ def test_create_run_status_logs_stop_delete(cloud, capfd, monkeypatch):
     for worker in ("0", "1"):
         flags = ["-m", "bridge_jax.train", "--distributed", "--config=configs/mini.py", WORKDIR]
         assert cloud.argv(worker) == [*flags, *overrides]
+        cloud.heard(worker, f"training on {worker}", int(worker))
         assert "code[tpu,gcs]" in (cloud.root / f"pip-{worker}").read_text()
     script = cloud.root / "worker-1/bridge_jax_jobs/bridge-1/run.sh"
     assert "export SECRET='key of mine'" in script.read_text()
@@ -117,7 +118,9 @@ def test_without_tmux_it_goes_on_too(ready, capfd):
     (ready.root / "worker-bin/tmux").write_text("#!/bin/bash\nexit 1\n")
     (ready.root / "worker-bin/tmux").chmod(0o755)
     ready.play(train="echo here; sleep 20", hosts="1")
-    assert launch(*RUN) == 0 and launch("status", *PLACE) == 0
+    assert launch(*RUN) == 0
+    ready.heard("0", "here")
+    assert launch("status", *PLACE) == 0
     assert "running: here" in capfd.readouterr().out
 
 
@@ -180,6 +183,7 @@ def test_an_answer_lost_during_the_start_does_not_start_twice(ready, capfd):
     ready.play(drop="start 1")
     assert launch(*RUN) == 0
     assert "worker 1: connection lost" in capfd.readouterr().err
+    ready.argv("1")
     assert (ready.folder("1", 1) / "log").read_text().count("=== run") == 1
 
 
@@ -305,6 +309,7 @@ def test_wrong_use_is_one_line(cloud, capfd, monkeypatch):
         (["run", "--config=configs/mini.py", "--bucket=b", WORKDIR, *PLACE], "not both"),
         (["run", "--config=configs/mine.py", WORKDIR, *PLACE], "--config=configs/mine.py is not in commit"),
         ([*RUN, "--commit=nowhere"], "no such commit or branch"),
+        ([*RUN, "--config.credit.gama=1"], "config has no field 'credit.gama'; did you mean 'credit.gamma'?"),
         ([*RUN, "--env=NOT_SET_ANYWHERE"], "is not set here"),
         ([*RUN, "--auto-resume"], "no accelerator"),
         (RUN, "there is no TPU bridge in z: python launch/tpu.py create"),
@@ -319,13 +324,14 @@ def test_wrong_use_is_one_line(cloud, capfd, monkeypatch):
 
 
 def test_a_tree_that_differs_from_its_commit_is_not_sent(ready, capfd):
-    (ready.repository / "configs/mini.py").write_text("changed")
+    with (ready.repository / "configs/mini.py").open("a") as file:
+        file.write("# changed")
     (ready.repository / "new.py").write_text("")
     assert launch(*RUN) == 2
     assert "not in any commit: configs/mini.py, new.py" in capfd.readouterr().err
     assert launch(*RUN, "--allow-dirty") == 0
     sent = ready.root / "worker-0/bridge_jax_jobs/bridge-0/code"
-    assert (sent / "configs/mini.py").read_text() == "" and not (sent / "new.py").exists()
+    assert "changed" not in (sent / "configs/mini.py").read_text() and not (sent / "new.py").exists()
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ready.repository, capture_output=True, text=True).stdout[:12]
     assert f"commit {head}" in capfd.readouterr().err
 
