@@ -108,7 +108,7 @@ def complaint(result: Result) -> str:
     return lines[-1][:500] if lines else f"exit code {result.code}"
 
 
-def parallel(function: Callable[[T], R], items: Iterable[T], at_once: int = 16) -> list[R]:
+def parallel(function: Callable[[T], R], items: Iterable[T], at_once: int = 32) -> list[R]:
     """`function` of each item, several at a time, in order."""
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(function, items))

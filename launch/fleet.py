@@ -42,8 +42,12 @@ class Fleet:
         return job.parse(result.out) or Status("unreachable", said=commands.complaint(result))
 
 
+def tell_status(fleet: Fleet, name: str, machine: int) -> Status:
+    return fleet.tell(machine, job.verb(name, machine, "status"), ASK)
+
+
 def status(fleet: Fleet, name: str) -> list[Status]:
-    return commands.parallel(lambda i: fleet.tell(i, job.verb(name, i, "status"), ASK), fleet.all())
+    return commands.parallel(lambda i: tell_status(fleet, name, i), fleet.all())
 
 
 def prepare(fleet: Fleet, name: str) -> None:

@@ -44,7 +44,7 @@ environment() { # TPU machines come with Python 3.10, and often without venv: uv
   for name in python3.13 python3.12 python3.11 python3; do
     suitable "$name" && { "$name" -m venv venv; return; }
   done
-  python3 -m uv --version >/dev/null 2>&1 || python3 -m pip install --quiet --user uv || return
+  python3 -m uv --version >/dev/null 2>&1 || PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user uv || return
   python3 -m uv venv --quiet --seed --python 3.12 venv
 }
 

@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         "--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable of the job's environment; repeatable"
     )
     run.add_argument("--auto-resume", action="store_true", help="stay, and go on on a new TPU when this one is taken away")
+    run.add_argument("--delete-after", action="store_true", help="with --auto-resume: delete the TPU once the job has finished")
     run.add_argument("--max-restarts", type=int, default=50, metavar="N", help="with --auto-resume (default: 50)")
     add("status", "what the TPU and the job do", place)
     logs = add("logs", "what the job says", workers)
@@ -140,6 +141,8 @@ def create(args: argparse.Namespace, tpu: Tpu) -> int:
 def run(args: argparse.Namespace, tpu: Tpu) -> int:
     workdir = _workdir(args)
     kind = _kind(args) if args.accelerator or args.auto_resume else None
+    if args.delete_after and not args.auto_resume:
+        raise UserError("--delete-after needs --auto-resume: without it nobody sees the job finish")
     if args.max_restarts < 0:
         raise UserError(f"--max-restarts={args.max_restarts}: must be at least 0")
     commit = checkout.commit(tpu.runner, args.commit, args.allow_dirty)
@@ -152,6 +155,9 @@ def run(args: argparse.Namespace, tpu: Tpu) -> int:
     def begin() -> None:
         nonlocal workers
         workers = _workers(tpu, kind)
+        if args.auto_resume and fleet.tell_status(workers, args.name, 0).state == "running":  # this launcher was interrupted
+            tpu.runner.say("a job runs already: watching it (stop it first to start another)")
+            return
         fleet.prepare(workers, args.name)
         fleet.copy(workers, args.name, lambda _: files)
         fleet.install(workers, args.name, EXTRAS)
@@ -183,7 +189,12 @@ def run(args: argparse.Namespace, tpu: Tpu) -> int:
         say=tpu.runner.say,
     )
     patience = resume.Patience(args.max_restarts, poll=3 * args.poll, first=1.5 * args.poll, longest=45 * args.poll)
-    return resume.keep_going(actions, patience)
+    code = resume.keep_going(actions, patience)
+    if code == 0 and args.delete_after:
+        tpu.delete()
+    else:
+        tpu.runner.say(f"the TPU is still there: python launch/tpu.py delete --name={args.name}")
+    return code
 
 
 def _pack(args: argparse.Namespace, tpu: Tpu, commit: str, workdir: str) -> list[Path]:

@@ -262,6 +262,17 @@ def test_no_capacity_for_the_new_slice_is_waited_for(cloud, capfd):
     assert "has none free now" in capfd.readouterr().err
 
 
+def test_an_interrupted_launcher_goes_on_watching(ready, capfd):
+    # Until it has been asked twice beyond the three commands of its start.
+    asked = """until [ "$(grep -c '"ssh"' "$root/calls.jsonl")" -ge 5 ]; do sleep 0.05; done"""
+    ready.play(train=f'{asked}; echo "done: policy"', hosts="1")
+    assert launch(*RUN) == 0
+    assert launch(*RUN, "--accelerator=v5e-16", "--auto-resume", "--delete-after") == 0
+    said = capfd.readouterr().err
+    assert "a job runs already: watching it" in said and "finished at step 0" in said
+    assert ready.verbs() == ["delete"]
+
+
 def test_a_job_that_is_stopped_is_not_resumed(cloud, capfd):
     cloud.play(train='touch "$PWD/../stopped"; echo saved; exit 0', hosts="1")  # as another launcher's stop leaves it
     assert launch(*RUN, "--accelerator=v5e-16", "--auto-resume") == 0
@@ -312,6 +323,7 @@ def test_wrong_use_is_one_line(cloud, capfd, monkeypatch):
         ([*RUN, "--config.credit.gama=1"], "config has no field 'credit.gama'; did you mean 'credit.gamma'?"),
         ([*RUN, "--env=NOT_SET_ANYWHERE"], "is not set here"),
         ([*RUN, "--auto-resume"], "no accelerator"),
+        ([*RUN, "--delete-after"], "needs --auto-resume"),
         (RUN, "there is no TPU bridge in z: python launch/tpu.py create"),
     ]
     for words, expected in cases:

@@ -48,6 +48,10 @@ class ObjectStore(backend.Backend):
             raise FileNotFoundError(path)
         del self.objects[path]
 
+    def rmtree(self, path):
+        for name in self._below(path):
+            del self.objects[f"{path.rstrip('/')}/{name}"]
+
     def stat(self, path):
         if path not in self.objects:
             raise FileNotFoundError(path)
@@ -56,7 +60,7 @@ class ObjectStore(backend.Backend):
     def _refuse(self, *args, **kwargs):
         raise NotImplementedError("an object store has neither folders nor renames")
 
-    walk = makedirs = mkdir = rmtree = rename = replace = copy = _refuse
+    walk = makedirs = mkdir = rename = replace = copy = _refuse
 
 
 class _Upload(io.BytesIO):

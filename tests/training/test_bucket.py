@@ -157,3 +157,20 @@ def test_a_folder_is_fetched_once_and_again_when_it_changes(bucket, tmp_path):
         files.local_copy("gs://bucket/none", tmp_path)
     files.upload(folder, files.as_path("gs://bucket/copy"))
     assert bucket.objects["gs://bucket/copy/scann/a.npy"] == b"123456"
+
+
+def test_a_library_that_knows_folders_alone_writes_to_a_bucket(bucket, tmp_path):
+    target = files.as_path("gs://bucket/policy")
+    with files.written_locally(target) as folder:
+        for name in ("config.json", "model.safetensors", "sub/a"):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(name)
+    assert not folder.exists()
+    assert bucket.writes[-1] == "gs://bucket/policy/config.json"  # by which the folder counts as whole
+    assert sorted(bucket.objects) == [f"gs://bucket/policy/{name}" for name in ("config.json", "model.safetensors", "sub/a")]
+    files.delete_folder(target)
+    files.delete_folder(target)
+    assert not bucket.objects
+    with files.written_locally(tmp_path) as folder:
+        assert folder == tmp_path
+    assert files.absolute(target) == target and files.absolute(Path("a")) == Path.cwd() / "a"
