@@ -168,7 +168,10 @@ def run(args: argparse.Namespace, tpu: Tpu) -> int:
             )
 
     def obtain() -> None:
-        if tpu.runner.dry or not tpu.state().usable:
+        state = tpu.state()
+        if state.lost and state.queued != "ABSENT":  # taken away while nobody watched
+            tpu.delete()
+        if tpu.runner.dry or not state.usable:
             tpu.create(kind, args.spot, args.create_arg)
             tpu.wait(args.wait_minutes)
 

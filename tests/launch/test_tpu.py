@@ -224,6 +224,17 @@ def test_a_node_that_is_gone_counts_as_taken(cloud, capfd):
     assert cloud.verbs() == ["create", "delete", "create"]
 
 
+def test_a_slice_that_was_taken_while_nobody_watched_is_replaced(cloud, capfd):
+    cloud.play(exists="v5litepod-16", states="SUSPENDED", train='echo "done: policy"', hosts="1")
+    assert launch("status", *PLACE) == 0
+    assert "bridge in z: SUSPENDED" in capfd.readouterr().out
+    assert launch("logs", *PLACE) == 2
+    assert "bridge in z is SUSPENDED: delete it and create it again" in capfd.readouterr().err
+    assert launch(*RUN, "--accelerator=v5e-16", "--auto-resume") == 0
+    assert cloud.verbs() == ["delete", "create"]
+    assert "the TPU is still there: python launch/tpu.py delete" in capfd.readouterr().err
+
+
 def test_the_jobs_own_failure_is_not_retried_for_ever(cloud, capfd):
     cloud.play(train=METRICS + "step 3; echo boom; exit 1", hosts="1")
     assert launch(*RUN, "--accelerator=v5e-16", "--auto-resume") == 1
