@@ -12,7 +12,6 @@ import random
 import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -21,7 +20,7 @@ from rich.console import Console
 from bridge_jax import config as configuration
 from bridge_jax.data.qa import Question, load_questions
 from bridge_jax.errors import UserError, main_guard
-from bridge_jax.files import write_text
+from bridge_jax.files import AnyPath, as_path, is_remote, write_text, written_locally
 from bridge_jax.models import qwen2
 from bridge_jax.retrieval.progress import track
 from bridge_jax.retrieval.retriever import RetrievalFault
@@ -48,13 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     configuration.add_config_flag(parser)
-    parser.add_argument("--workdir", required=True, type=Path, metavar="FOLDER", help="the run's folder; gets warmstart/")
+    parser.add_argument("--workdir", required=True, type=as_path, metavar="FOLDER", help="the run's folder; gets warmstart/")
     args, config = configuration.parse_args(parser, argv)
     run(config, args.workdir)
     return 0
 
 
-def run(config: ConfigDict, workdir: Path) -> Path:
+def run(config: ConfigDict, workdir: AnyPath) -> AnyPath:
     """Everything the command does. Returns the folder of the warm-started policy.
 
     Raises:
@@ -62,7 +61,8 @@ def run(config: ConfigDict, workdir: Path) -> Path:
     """
     console = Console(file=sys.stderr, highlight=False)
     claim(config, workdir, write=False)
-    folder = Path(workdir) / "warmstart"
+    workdir = as_path(workdir)
+    folder = workdir / "warmstart"
     if (folder / "config.json").is_file():
         console.print(
             f"{folder} is complete; nothing to do (delete it to make it anew). Next: python -m bridge_jax.train",
@@ -72,18 +72,18 @@ def run(config: ConfigDict, workdir: Path) -> Path:
         return folder
     assets = load_assets(config, workdir, use_warmstart=False)
     traces, heldout = build_traces(assets, console)
-    with exclusive(Path(workdir)):
+    with exclusive(workdir):
         claim(config, workdir)
         return _train(config, workdir, folder, assets, traces, heldout, console)
 
 
 def _train(
-    config, workdir: Path, folder: Path, assets: Assets, traces: list[Trace], heldout: list[Trace], console: Console
-) -> Path:
-    write_traces(Path(workdir) / "warmstart_traces.jsonl", traces, heldout)
+    config, workdir: AnyPath, folder: AnyPath, assets: Assets, traces: list[Trace], heldout: list[Trace], console: Console
+) -> AnyPath:
+    write_traces(workdir / "warmstart_traces.jsonl", traces, heldout)
     w = config.warmstart
     settings = sft.SFTConfig(epochs=w.epochs, batch=w.batch, microbatch=w.microbatch, lr=w.lr, seed=config.train.seed)
-    params, summary = sft.train(assets.policy, assets.base_params, traces, heldout, settings, Path(workdir), assets.mesh)
+    params, summary = sft.train(assets.policy, assets.base_params, traces, heldout, settings, workdir, assets.mesh)
     export(assets, params, folder)
     sft.delete_state(workdir)
     console.print(
@@ -95,10 +95,10 @@ def _train(
     return folder
 
 
-def claim(config: ConfigDict, workdir: Path, write: bool = True) -> None:
+def claim(config: ConfigDict, workdir: AnyPath, write: bool = True) -> None:
     """The workdir's warm start belongs to one configuration (see GROUPS and FIELDS)."""
     free = [name for name in configuration.flatten(config) if name.split(".")[0] not in GROUPS and name not in FIELDS]
-    claim_workdir(config, Path(workdir), name="warmstart_config.json", may_change=free, write=write)
+    claim_workdir(config, workdir, name="warmstart_config.json", may_change=free, write=write)
 
 
 def training_questions(config: ConfigDict) -> list[Question]:
@@ -148,13 +148,20 @@ def build_traces(assets: Assets, console: Console) -> tuple[list[Trace], list[Tr
     return traces[held:][: config.warmstart.questions], traces[:held]
 
 
-def write_traces(path: Path, traces: Sequence[Trace], heldout: Sequence[Trace]) -> None:
+def write_traces(path: AnyPath, traces: Sequence[Trace], heldout: Sequence[Trace]) -> None:
     rows = [{"split": split, **trace_row(trace)} for split, part in (("train", traces), ("heldout", heldout)) for trace in part]
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def export(assets: Assets, params: dict, folder: Path) -> None:
-    """Write the Hugging Face folder under another name first: a folder called `warmstart` is whole."""
+def export(assets: Assets, params: dict, folder: AnyPath) -> None:
+    """Write the Hugging Face folder under another name first: a folder called `warmstart` is whole.
+
+    In a bucket its config.json is written last.
+    """
+    if is_remote(folder):
+        with written_locally(folder) as scratch:
+            qwen2.save(scratch, assets.policy, params, assets.tokenizer)
+        return
     fresh = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
     qwen2.save(fresh, assets.policy, params, assets.tokenizer)

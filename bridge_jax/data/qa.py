@@ -23,8 +23,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bridge_jax.data import embedded, mini
+from bridge_jax.data.cache import cache_dir
 from bridge_jax.data.formats import PARSERS, Question, RowError, canonical_name, detect_format
 from bridge_jax.errors import UserError
+from bridge_jax.files import local_copy
 
 __all__ = ["EVALUATION_SPLITS", "OFFICIAL", "Question", "load_questions", "locate", "read_file"]
 
@@ -88,7 +90,7 @@ def locate(spec: str | os.PathLike, split: str | None = None, data_dir: str | os
         return mini.questions_path(name, split), name
     if canonical_name(text) in OFFICIAL:
         return _official(canonical_name(text), split, data_dir)
-    path = Path(text).expanduser()
+    path = local_copy(text, cache_dir()).expanduser()
     if path.is_dir():
         return _in_folder(path, split), canonical_name(path.resolve().name)
     if path.is_file():

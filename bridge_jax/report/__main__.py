@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from bridge_jax.errors import main_guard
+from bridge_jax.files import as_path
 from bridge_jax.report.page import write_report
 
 
@@ -18,7 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Write <workdir>/report.html: evaluations before and after, curves over the steps. One file, no network.",
         allow_abbrev=False,
     )
-    parser.add_argument("--workdir", required=True, type=Path, metavar="FOLDER", help="the run's folder; a run may still be going")
+    parser.add_argument(
+        "--workdir", required=True, type=as_path, metavar="FOLDER", help="the run's folder; a run may still be going"
+    )
     args = parser.parse_args(argv)
     print(write_report(args.workdir))
     return 0

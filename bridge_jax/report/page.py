@@ -5,11 +5,10 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from bridge_jax.errors import UserError
 from bridge_jax.evaluation.table import LABELS
-from bridge_jax.files import write_text
+from bridge_jax.files import AnyPath, as_path, write_text
 from bridge_jax.report.curves import chart, series, sparkline
 from bridge_jax.training.metrics import read_metrics
 
@@ -52,26 +51,26 @@ pre { font-size: .8em; overflow-x: auto; }
 """
 
 
-def write_report(workdir: Path) -> Path:
+def write_report(workdir: AnyPath) -> AnyPath:
     """Write `<workdir>/report.html`; returns its path.
 
     Raises:
       UserError: the folder holds no run, or a damaged one.
     """
-    workdir = Path(workdir)
+    workdir = as_path(workdir)
     path = workdir / "report.html"
     write_text(path, page(workdir.name, _config(workdir), read_metrics(workdir / "metrics.jsonl"), evaluations(workdir)))
     return path
 
 
-def evaluations(workdir: Path) -> list[dict]:
+def evaluations(workdir: AnyPath) -> list[dict]:
     """The run's own evaluations, by step.
 
     Raises:
       UserError: one of them is damaged.
     """
     found = []
-    for path in sorted((Path(workdir) / "eval").glob("step_??????.json")):
+    for path in sorted((as_path(workdir) / "eval").glob("step_??????.json")):
         try:
             found.append(json.loads(path.read_text(encoding="utf-8")))
         except ValueError as error:
@@ -79,7 +78,7 @@ def evaluations(workdir: Path) -> list[dict]:
     return found
 
 
-def _config(workdir: Path) -> dict:
+def _config(workdir: AnyPath) -> dict:
     path = workdir / "config.json"
     if not path.is_file():
         raise UserError(f"{workdir} holds no run ({path.name} is missing): give the folder of a run as --workdir")
@@ -163,9 +162,9 @@ def _metric_lines(rows: Sequence[Mapping]) -> dict[str, dict]:
     return {title: {label: series(rows, name) for label, name in lines.items()} for title, lines in CHARTS.items()}
 
 
-def terminal_curves(workdir: Path) -> str:
+def terminal_curves(workdir: AnyPath) -> str:
     """The same in a few characters: reward and recall@3 by training step, EM by evaluation; first and last value beside each."""
-    rows = read_metrics(Path(workdir) / "metrics.jsonl")
+    rows = read_metrics(as_path(workdir) / "metrics.jsonl")
     found = {
         "EM (evaluation)": [value for _, value in _evaluation_lines(evaluations(workdir))["evaluation: exact match"]["average"]],
         "reward": [value for _, value in series(rows, "reward/mean")],

@@ -5,26 +5,27 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from bridge_jax.errors import UserError
-from bridge_jax.files import write_text
+from bridge_jax.files import AnyPath, append_text, as_path, is_remote, make_folder, upload, write_text
 
 
 class RunLog:
     """`metrics.jsonl` (one object a step, key `step`) and `rollouts/`, cut back to the checkpoint on a resume.
 
     Args:
-      workdir: the run's folder.
+      workdir: the run's folder, on this machine or in a bucket.
       start: steps up to this one are kept; later rows and rollout files belong to work that will be done again.
     """
 
-    def __init__(self, workdir: Path, start: int, tensorboard: bool = False, wandb: str = "", config: dict | None = None):
-        self.workdir = Path(workdir)
+    def __init__(self, workdir: AnyPath, start: int, tensorboard: bool = False, wandb: str = "", config: dict | None = None):
+        self.workdir = as_path(workdir)
         self.path = self.workdir / "metrics.jsonl"
         self.rollouts = self.workdir / "rollouts"
-        self.rollouts.mkdir(parents=True, exist_ok=True)
+        make_folder(self.rollouts)
         _truncate(self.path, start)
         for file in self.rollouts.glob("step_*.jsonl"):
             if int(file.stem.removeprefix("step_")) > start:
@@ -36,10 +37,7 @@ class RunLog:
     def write(self, row: dict[str, float]) -> None:
         """Append one step's metrics; non-finite numbers become null, so that the file stays JSON."""
         clean = {key: _number(value) for key, value in row.items()}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(clean) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_text(self.path, json.dumps(clean) + "\n")
         for writer in self._writers:
             writer(clean)
 
@@ -48,11 +46,11 @@ class RunLog:
         write_text(self.rollouts / f"step_{step:06d}.jsonl", text)
 
 
-def read_metrics(path: Path) -> list[dict]:
+def read_metrics(path: AnyPath) -> list[dict]:
     """The rows of a `metrics.jsonl`; a half-written last line (the run was killed) is left out."""
-    rows = []
-    if Path(path).exists():
-        for line in Path(path).read_text(encoding="utf-8").split("\n"):
+    path, rows = as_path(path), []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").split("\n"):
             try:
                 row = json.loads(line)
             except ValueError:
@@ -62,7 +60,7 @@ def read_metrics(path: Path) -> list[dict]:
     return rows
 
 
-def _truncate(path: Path, start: int) -> None:
+def _truncate(path: AnyPath, start: int) -> None:
     if not path.exists():
         return
     kept = [row for row in read_metrics(path) if row["step"] <= start]
@@ -76,38 +74,43 @@ def _number(value) -> float | int | str | None:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _tensorboard(workdir: Path, on: bool):
+def _tensorboard(workdir: AnyPath, on: bool):
     if not on:
         return None
     try:
         from tensorboardX import SummaryWriter
     except ImportError as error:
         raise UserError("config.train.tensorboard needs tensorboardX: pip install 'bridge-jax[tensorboard]'") from error
-    writer = SummaryWriter(str(workdir / "tensorboard"))
+    folder = workdir / "tensorboard"
+    spool = Path(tempfile.mkdtemp(prefix="tensorboard-")) if is_remote(workdir) else folder
+    writer = SummaryWriter(str(spool))
 
     def write(row):
         for key, value in row.items():
             if isinstance(value, int | float):
                 writer.add_scalar(key, value, row["step"])
         writer.flush()
+        if spool != folder:
+            upload(spool, folder)
 
     return write
 
 
-def _wandb(workdir: Path, project: str, config: dict | None):
+def _wandb(workdir: AnyPath, project: str, config: dict | None):
     if not project:
         return None
     try:
         import wandb
     except ImportError as error:
         raise UserError("config.train.wandb needs wandb: pip install 'bridge-jax[wandb]'") from error
-    run = wandb.init(project=project, dir=str(workdir), config=config, resume="allow", id=_run_id(workdir))
+    folder = tempfile.mkdtemp(prefix="wandb-") if is_remote(workdir) else str(workdir)
+    run = wandb.init(project=project, dir=folder, config=config, resume="allow", id=_run_id(workdir))
     return lambda row: run.log({k: v for k, v in row.items() if v is not None}, step=row["step"])
 
 
-def _run_id(workdir: Path) -> str:
+def _run_id(workdir: AnyPath) -> str:
     """One W&B run a folder: a rerun of the command goes on in the same run."""
     path = workdir / "wandb_id"
     if not path.exists():
-        path.write_text(os.urandom(6).hex(), encoding="utf-8")
+        write_text(path, os.urandom(6).hex())
     return path.read_text(encoding="utf-8").strip()

@@ -13,11 +13,9 @@ import dataclasses
 import functools
 import json
 import math
-import shutil
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import flax.struct
 import jax
@@ -29,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bridge_jax.errors import UserError
-from bridge_jax.files import write_text
+from bridge_jax.files import AnyPath, absolute, append_text, as_path, delete_folder, write_text
 from bridge_jax.mesh import batch_sharding, batch_ways
 from bridge_jax.models.qwen2 import Qwen2, unembed
 from bridge_jax.objectives.logprobs import token_logps
@@ -174,7 +172,7 @@ def _apply(optimise, state, total):
 
 
 def train(
-    model: Qwen2, params: dict, traces: Sequence[Trace], heldout: Sequence[Trace], config: SFTConfig, folder: Path, mesh=None
+    model: Qwen2, params: dict, traces: Sequence[Trace], heldout: Sequence[Trace], config: SFTConfig, folder: AnyPath, mesh=None
 ) -> tuple[dict, dict[str, float]]:
     """Train on `traces`; go on from the state saved in `folder` when there is one.
 
@@ -191,10 +189,11 @@ def train(
     trainer = Trainer(model, config, len(plan), mesh)
     check = microbatches(heldout, config, targets)
     state = trainer.start(params)
-    saver = _Saver(Path(folder) / "warmstart_state")
+    folder = as_path(folder)
+    saver = _Saver(folder / "warmstart_state")
     state = saver.restore(state)
     start = int(state.step)
-    log = _Log(Path(folder) / "warmstart_metrics.jsonl", start)
+    log = _Log(folder / "warmstart_metrics.jsonl", start)
     if not start:
         log.write({"step": 0, "heldout/loss": trainer.loss(state.params, check), "heldout/traces": len(heldout)})
     began = saved = time.monotonic()
@@ -227,8 +226,8 @@ def train(
 class _Saver:
     """The latest training state in a folder of its own; the one before stays until the new one is whole."""
 
-    def __init__(self, folder: Path):
-        self._folder = folder.absolute()
+    def __init__(self, folder: AnyPath):
+        self._folder = absolute(folder)
         options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False, cleanup_tmp_directories=True)
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 
@@ -247,22 +246,21 @@ class _Saver:
         self._manager.close()
 
 
-def delete_state(folder: Path) -> None:
+def delete_state(folder: AnyPath) -> None:
     """Free the disk once the trained model is written."""
-    shutil.rmtree(Path(folder) / "warmstart_state", ignore_errors=True)
+    delete_folder(as_path(folder) / "warmstart_state")
 
 
 class _Log:
     """`warmstart_metrics.jsonl`: rows behind the restored step are work that will be done again."""
 
-    def __init__(self, path: Path, start: int):
+    def __init__(self, path: AnyPath, start: int):
         self._path = path
         kept = [row for row in read_metrics(path) if row["step"] <= start and (row["step"] == 0) >= ("heldout/loss" in row)]
         write_text(path, "".join(json.dumps(row) + "\n" for row in (kept if start else [])))
 
     def write(self, row: dict) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_text(self._path, json.dumps(row) + "\n")
 
     def rows(self) -> list[dict]:
         return read_metrics(self._path)

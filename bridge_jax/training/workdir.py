@@ -1,4 +1,4 @@
-"""A run's folder: of one configuration, and used by one process at a time."""
+"""A run's folder: of one configuration, and used by one process at a time. It may lie in a bucket (`files.as_path`)."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import contextlib
 import fcntl
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from ml_collections import ConfigDict
 
 from bridge_jax.config import default, flatten
 from bridge_jax.errors import UserError
-from bridge_jax.files import write_text
+from bridge_jax.files import AnyPath, as_path, is_remote, refuse_unreachable, write_text
+from bridge_jax.training.bucket_lock import bucket_lock
 
 
 @contextlib.contextmanager
-def exclusive(workdir: Path) -> Iterator[None]:
-    """Hold the folder's lock; it ends with the process, however that ends.
+def exclusive(workdir: AnyPath) -> Iterator[None]:
+    """Hold the folder's lock; it ends with the process, however that ends (in a bucket a minute later: `bucket_lock`).
 
     Raises:
-      UserError: another process holds it.
+      UserError: another process holds it; the bucket cannot be reached.
     """
+    workdir = as_path(workdir)
+    if is_remote(workdir):
+        with bucket_lock(workdir):
+            yield
+        return
     workdir.mkdir(parents=True, exist_ok=True)
     with (workdir / ".lock").open("w") as file:
         try:
@@ -32,7 +37,7 @@ def exclusive(workdir: Path) -> Iterator[None]:
 
 
 def claim_workdir(
-    config: ConfigDict, workdir: Path, name: str = "config.json", may_change: Sequence[str] = (), write: bool = True
+    config: ConfigDict, workdir: AnyPath, name: str = "config.json", may_change: Sequence[str] = (), write: bool = True
 ) -> None:
     """Write `<workdir>/<name>`, or compare with the one there: a run folder belongs to one configuration.
 
@@ -45,8 +50,10 @@ def claim_workdir(
     Raises:
       UserError: the folder was made by another configuration; names the first differing fields. Nothing is written.
     """
-    path = Path(workdir) / name
-    if Path(workdir).exists() and not Path(workdir).is_dir():
+    workdir = as_path(workdir)
+    refuse_unreachable(workdir)
+    path = workdir / name
+    if workdir.exists() and not workdir.is_dir():
         raise UserError(f"{workdir} is a file: give a folder as --workdir")
     resolved = _plain(flatten(config))
     if path.exists():
@@ -68,9 +75,9 @@ def _plain(fields: dict[str, object]) -> dict[str, object]:
     return {key: list(value) if isinstance(value, tuple | list) else value for key, value in fields.items()}
 
 
-def written_field(workdir: Path, name: str, default: object) -> object:
+def written_field(workdir: AnyPath, name: str, default: object) -> object:
     """A field of the configuration that the folder was last used with; `default` without one."""
     try:
-        return json.loads((Path(workdir) / "config.json").read_text(encoding="utf-8")).get(name, default)
+        return json.loads((as_path(workdir) / "config.json").read_text(encoding="utf-8")).get(name, default)
     except (OSError, ValueError):
         return default
