@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import two_hop_world
 from rich.console import Console
+from stub_server import serve
 
 from bridge_jax import ask, evaluate, warmstart
 from bridge_jax.data.prompts import build_prompt
 from bridge_jax.data.qa import load_questions
 from bridge_jax.errors import UserError
-from bridge_jax.evaluation import ask_view, run
+from bridge_jax.evaluation import ask_view, run, store
+from bridge_jax.evaluation.generators import PolicyGenerator
 from bridge_jax.evaluation.run import evaluate_sets, evaluation_engine, load_sets
 from bridge_jax.models.lora import init_lora
 from bridge_jax.retrieval.corpus import Passage
@@ -118,16 +120,143 @@ def test_load_sets(taught, tmp_path):
     assert list(load_sets(plain, ("2wiki", "musique"), split="test", limit=3)) == ["2wikimultihopqa", "musique"]
 
 
-def test_evaluate_writes_a_new_file_each_time(taught, capsys):
-    for number, name in enumerate(("step_000000_towns_default_4.json", "step_000000_towns_default_4_2.json")):
-        assert evaluate.main([*taught.flags, "--limit=4"]) == 0
-        out = capsys.readouterr().out
-        files = sorted(path.name for path in (taught.workdir / "eval").iterdir())
-        assert len(files) == number + 1 and name in files and name in out.replace("\n", "") and "towns" in out and "R@6" in out
-    first, second = (json.loads((taught.workdir / "eval" / name).read_text()) for name in files)
-    assert first["datasets"] == second["datasets"] and first["predictions"] == second["predictions"]
-    assert (first["step"], first["limit"], first["checkpoint"], len(first["predictions"]["towns"])) == (0, 4, "start", 4)
-    assert first["config"]["rollout.candidates"] == 6
+def test_evaluate_is_killed_and_goes_on(taught, capsys, monkeypatch):
+    """Killed while it answers, the same command answers the rest; finished, it shows what is there; changed, it is refused."""
+    keep, left = store.Store.append, [2]
+
+    def killed(self, name, record):
+        keep(self, name, record)
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(store.Store, "append", killed)
+    flags = [*taught.flags, "--limit=4", "--name=killed"]
+    assert evaluate.main(flags) == 130
+    parts = taught.workdir / "eval" / "killed.parts"
+    assert len((parts / "predictions.0of1.jsonl").read_text().splitlines()) == 2
+    left[0] = 99
+    assert evaluate.main([*flags, "--config.rollout.shown=1"]) == 2
+    assert "limits.shown was 2, now 1" in capsys.readouterr().err
+    assert evaluate.main(flags) == 0
+    assert left[0] == 97  # the other two
+    out = capsys.readouterr().out
+    path = taught.workdir / "eval" / "killed.json"
+    assert "killed.json" in out.replace("\n", "") and "towns" in out and "R@6" in out and not parts.exists()
+    result = json.loads(path.read_text())
+    engine, config = taught.world.assets, taught.world.config
+    whole = evaluate_sets(engine, {"params": taught.params}, load_sets(config, limit=4), progress=False)
+    timed = ("seconds", "latency")
+    got = [{key: value for key, value in row.items() if key not in timed} for row in result["predictions"]["towns"]]
+    assert got == json.loads(json.dumps(whole["predictions"]["towns"])) and all(
+        row["latency"] > 0 for row in result["predictions"]["towns"]
+    )
+    assert result["datasets"]["towns"]["em"] == whole["datasets"]["towns"]["em"] and result["seconds"] > 0
+    assert evaluate.main(flags) == 0 and left[0] == 97  # it is finished: nobody is asked again
+    assert evaluate.main([*flags, "--config.rollout.shown=1"]) == 2
+
+    settings = result["settings"]
+    assert settings["policy"]["weights"] == engine.policy_fingerprint[:16] and settings["baseline"] is None
+    assert settings["retriever"]["corpora"][0]["hash"] == engine.corpus.fingerprint[:16]
+    assert (
+        settings["retriever"]["candidates"] == 6
+        and settings["retriever"]["encoders"][0]["max_length"] == config.retriever.max_length
+    )
+    assert settings["datasets"]["towns"]["n"] == 4 and settings["template"]["style"] == "brief" and settings["code"]["source"]
+    assert settings["limits"]["shown"] == 2 and settings["decoding"] == {"temperature": 0.0}
+
+
+def test_shards_make_the_result_of_one(taught, capsys):
+    flags = [*taught.flags, "--limit=5", "--baseline=rag", "--context-tokens=48"]
+    assert evaluate.main([*flags, "--name=whole"]) == 0
+    for number in (1, 0):
+        assert evaluate.main([*flags, "--name=parted", f"--shard={number}/2"]) == 0
+        assert ("others are not" in capsys.readouterr().out) == (number == 1)
+    whole, parted = (json.loads((taught.workdir / "eval" / f"{name}.json").read_text()) for name in ("whole", "parted"))
+    for result in (whole, parted):
+        for row in result["predictions"]["towns"]:
+            del row["seconds"], row["latency"]
+    assert parted["predictions"] == whole["predictions"] and parted["settings"] == whole["settings"]
+    assert [row["id"] for row in whole["predictions"]["towns"]] == [q.id for q in load_sets(taught.world.config, limit=5)["towns"]]
+    row = whole["predictions"]["towns"][0]
+    assert row["turns"][0]["query"] == row["question"] and row["searches"] == 1 and row["recall_by"] == "id"
+    assert evaluate.main([*flags, "--name=parted", f"--against={taught.workdir / 'eval' / 'whole.json'}"]) == 0
+    out = capsys.readouterr().out
+    assert "minus" in out and "differ" not in out and "1.000" in out  # the same: p = 1
+
+
+def test_baselines_on_our_engine_are_plain_greedy_decoding(taught):
+    """PolicyGenerator against argmax over whole sequences, with its own stop strings, limits and a message that is too long."""
+    assets, params = taught.world.assets, taught.params
+    generator = PolicyGenerator(
+        assets.policy, assets.tokenizer, assets.eos_ids, {"params": params}, width=4, prompt_tokens=96, chunk=8
+    )
+    messages = ["Think. Doc says", "Question: Where is Ravel Club?", "town " * 200, "So the", "I need to", "The club is based"]
+    stops = ("</think>", "club")
+    replies = generator.generate(messages, stops=stops, max_tokens=12)
+    forward = jax.jit(lambda tokens: assets.policy.apply({"params": params}, tokens))
+    for message, reply in zip(messages, replies, strict=True):
+        ids = generator.encode(message)
+        if len(ids) > 96:
+            assert (reply.finish, reply.text, reply.tokens) == ("too_long", "", 0) and "limit 96" in reply.problem
+            continue
+        written, text, finish = [], "", "length"
+        while len(written) < 12:
+            padded = np.zeros((1, 112), np.int32)
+            padded[0, : len(ids) + len(written)] = [*ids, *written]
+            token = int(np.argmax(forward(padded)[0, len(ids) + len(written) - 1]))
+            written.append(token)
+            if token in assets.eos_ids:
+                finish = "stop"
+                break
+            text = assets.tokenizer.decode(written)
+            if any(stop in text for stop in stops):
+                finish = "stop"
+                break
+        for stop in stops:
+            if stop in text:
+                text = text[: text.index(stop) + len(stop) * stop.startswith("</")]
+        assert (reply.text, reply.finish, reply.tokens, reply.prompt_tokens) == (text, finish, len(written), len(ids))
+    assert len({reply.finish for reply in replies}) > 1
+
+
+def test_fit_counts_the_tokenizers_tokens(taught):
+    tok = taught.world.assets.tokenizer
+    generator = PolicyGenerator(taught.world.assets.policy, tok, (), {}, width=1, prompt_tokens=8)
+    documents = [f"Doc {n}(Title: x) the club is based in Oslo" for n in range(1, 4)]
+    size = len(tok(documents[0])["input_ids"]) + 1
+    for budget, count in ((0, 3), (3 * size + 6, 3), (2 * size, 2), (size, 1), (4, 1)):
+        text, shown = generator.fit(documents, budget)
+        assert shown == count == len(text.split("\n")) and (not budget or len(tok(text)["input_ids"]) <= budget + 1)
+    assert documents[0].startswith(generator.fit(documents, 5)[0]) and generator.fit([], 9) == ("", 0)
+
+
+def test_an_endpoint_answers_with_our_retriever(taught, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("MY_KEY", "sk-secret")
+
+    def answer(body):
+        text = body["messages"][0]["content"]
+        assert "Observation" not in body.get("stop", ())
+        return (
+            "Thought: so.\nAction: Finish[Oslo]"
+            if "Observation: Doc 1(Title:" in text
+            else "Thought: x\nAction: Search[Ravel Club]"
+        )
+
+    with serve(answer) as (stub, url):
+        flags = [f"--config={taught.world.path}", f"--workdir={tmp_path}", "--limit=3", "--baseline=react", f"--endpoint={url}"]
+        flags += ["--model=some/model", "--key-env=MY_KEY", "--price=1,2"]
+        assert evaluate.main(flags) == 0
+        assert len(stub.requests) == 6 and {headers["Authorization"] for headers in stub.headers} == {"Bearer sk-secret"}
+        assert evaluate.main(flags) == 0 and len(stub.requests) == 6
+    out = capsys.readouterr().out
+    [path] = (tmp_path / "eval").glob("*.json")
+    assert path.name == "some-model_towns_default_3_react.json" and "6 requests" in out and "dollars" in out
+    result = json.loads(path.read_text())
+    assert "sk-secret" not in path.read_text() + out
+    assert [row["prediction"] for row in result["predictions"]["towns"]] == ["Oslo"] * 3
+    assert result["settings"]["endpoint"]["model"] == "some/model" and result["endpoint"]["requests"] == 6
+    assert result["datasets"]["towns"]["searches"] == 1.0 and result["step"] is None
 
 
 def test_evaluate_names_what_is_wrong(taught, tmp_path, capsys):
@@ -135,6 +264,14 @@ def test_evaluate_names_what_is_wrong(taught, tmp_path, capsys):
     for arguments, named in (
         ([*taught.flags, "--datasets=nowhere"], "nowhere"),
         ([*taught.flags, "--limit=-1"], "--limit"),
+        ([*taught.flags, "--baseline=ragg"], "--baseline=ragg"),
+        ([*taught.flags, "--shard=2/2"], "--shard=2/2"),
+        ([*taught.flags, "--endpoint=http://x/v1"], "--baseline"),
+        ([*taught.flags, "--baseline=rag", "--endpoint=http://x/v1"], "--model"),
+        ([*taught.flags, "--baseline=rag", "--endpoint=http://x/v1", "--model=m", "--price=3"], "--price=3"),
+        ([*taught.flags, "--context-tokens=9"], "--context-tokens"),
+        ([*taught.flags, "--name=../x"], "--name=../x"),
+        ([*taught.flags, "--baseline=medrag"], "medrag"),
         ([*taught.flags, "--config.rollout.shwon=2"], "rollout.shown"),
         ([config, f"--workdir={tmp_path}"], "no checkpoint"),
         ([f"--workdir={tmp_path}"], "config.json"),
