@@ -261,6 +261,44 @@ def test_an_endpoint_answers_with_our_retriever(taught, capsys, monkeypatch, tmp
     assert result["datasets"]["towns"]["searches"] == 1.0 and result["step"] is None
 
 
+def test_medrag_over_two_corpora(taught, capsys, monkeypatch, tmp_path):
+    """Options before the model and not in the query; two corpora as one; MIRAGE's layout beside the result."""
+    monkeypatch.setenv("BRIDGE_JAX_CACHE", str(tmp_path / "cache"))
+    rows = two_hop_world.passages()
+    corpora = [two_hop_world.write_jsonl(tmp_path / f"{name}.jsonl", part) for name, part in (("a", rows[::2]), ("b", rows[1::2]))]
+    options = {"A": "Oslo", "B": "Lyon"}
+    entries = {
+        f"00{n}": {"question": f"Where is {name}?", "options": options, "answer": "B"} for n, name in enumerate(("Ravel", "Dorset"))
+    }
+    benchmark = tmp_path / "benchmark.json"
+    benchmark.write_text(json.dumps({"medmcqa": entries}))
+
+    def answer(body):
+        text = body["messages"][0]["content"]
+        assert "A. Oslo\nB. Lyon" in text and text.count("\nDoc ") == (24 if "JSON" in text else 2)  # all there are, of 32
+        return json.dumps({"step_by_step_thinking": "so", "answer_choice": "B" if "Dorset?" in text else "dunno"})
+
+    with serve(answer) as (_, url):
+        flags = [f"--config={taught.world.path}", f"--workdir={tmp_path / 'run'}", f"--datasets={benchmark}", "--baseline=medrag"]
+        flags += [f"--endpoint={url}", "--model=m", "--limit=0", f"--corpora={corpora[0]},{corpora[1]}", "--name=x"]
+        assert evaluate.main(flags) == 0
+        assert evaluate.main([*flags[:-1], "--name=y", "--baseline=rag", "--corpora="]) == 0  # a corpus of one's own will do
+    out = capsys.readouterr().out
+    result = json.loads((tmp_path / "run" / "eval" / "x.json").read_text())
+    row = result["datasets"]["medmcqa"]
+    assert (row["accuracy"], row["unparseable"], row["standard_error"]) == (0.5, 1, pytest.approx(0.25**0.5 / 2**0.5))
+    assert "unparseable" in out and "35.4" in out
+    assert [turn["query"] for rows in result["predictions"]["medmcqa"] for turn in rows["turns"]] == [
+        "Where is Ravel?",
+        "Where is Dorset?",
+    ]
+    found = result["settings"]["retriever"]
+    assert [(one["name"], one["passages"]) for one in found["corpora"]] == [("a.jsonl", 12), ("b.jsonl", 12)]
+    files = sorted((tmp_path / "run" / "eval" / "x.mirage" / "medmcqa" / "rag_32" / "m" / "a+b").glob("*/dev_*.json"))
+    assert [file.name for file in files] == ["dev_000.json", "dev_001.json"]
+    assert json.loads(json.loads(files[1].read_text())[0])["answer_choice"] == "B"
+
+
 def test_evaluate_names_what_is_wrong(taught, tmp_path, capsys):
     config = f"--config={taught.world.path}"
     for arguments, named in (
