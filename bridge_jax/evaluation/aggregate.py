@@ -39,7 +39,10 @@ _UNTOLD = frozenset({"yes", "no", "maybe"})  # answers that a passage holds by c
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of one question. `latency`: seconds from its first token to its answer, the waits for others included."""
+    """What became of one question.
+
+    latency: seconds it was under way, the waits for others included. outage: the index failed; the question should be asked again.
+    """
 
     question: Question
     turns: list[Turn]
@@ -50,13 +53,14 @@ class Outcome:
     generated_tokens: int
     latency: float = 0.0
     may_search: bool = True
+    outage: bool = False
 
     @classmethod
     def of(cls, episode: Episode) -> Outcome:
         generated = int(episode.generated.sum())
         read = len(episode.prompt) + len(episode.tokens) - generated
         what = episode.question, episode.turns, episode.status, episode.answer, episode.trace
-        return cls(*what, read, generated, episode.seconds)
+        return cls(*what, read, generated, episode.seconds, outage=episode.status == "environment_fault")
 
 
 def record(outcome: Outcome | Episode, corpus: Corpus | None, k: int) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,6 +43,10 @@ def evaluate(args: argparse.Namespace, config: ConfigDict, specs: Sequence[str],
     else:
         session = open_session(config, args.workdir, args.checkpoint)
         name = args.name or f"step_{session.step:06d}_{name}"
+        if encoders and encoders[0] != config.retriever.encoder:
+            if session.step:
+                raise UserError(f"--encoders={args.encoders}: the run has trained {config.retriever.encoder}: name that one first")
+            session = dataclasses.replace(session, retriever_lora=None)  # untrained, and of another encoder
     own = searches and (client is not None or corpora or encoders)
     search = sources.open_search(config, corpora, encoders) if own else None
     if baseline is None:
@@ -59,7 +64,11 @@ def evaluate(args: argparse.Namespace, config: ConfigDict, specs: Sequence[str],
     if (finished := store.finished()) is not None:
         return store.result_path, finished
     with store.open():
-        answer_pending(store, answerer)
+        outages = answer_pending(store, answerer)
+        if outages:
+            raise UserError(
+                f"{outages} questions met an index that failed (see the log); the others are kept: run the same command again"
+            )
         if store.missing():  # others may have finished, and cleared up, since this one read what they had
             finished = store.finished()
             return (store.result_path, finished) if finished else (store.parts, None)
@@ -82,8 +91,9 @@ def evaluate(args: argparse.Namespace, config: ConfigDict, specs: Sequence[str],
     return path, result
 
 
-def answer_pending(store: Store, answerer) -> None:
-    """Append a record for every question of the shard that has none."""
+def answer_pending(store: Store, answerer) -> int:
+    """Append a record for every question of the shard that has none -> how many have none still, because the index failed."""
+    outages = 0
     for name in store.sets:
         pending = store.pending(name)
         done = len(store.sets[name][store.shard[0] :: store.shard[1]]) - len(pending)
@@ -92,12 +102,17 @@ def answer_pending(store: Store, answerer) -> None:
         with track(f"evaluating {name}", done + len(pending), "questions", done) as advance:
 
             def keep(outcome, name=name, advance=advance):
+                nonlocal outages
+                advance(1)
+                if outcome.outage:  # nobody's answer: an outage must not become a number
+                    outages += 1
+                    return
                 record = aggregate.record(outcome, answerer.corpus, answerer.k)
                 store.append(name, record | {"latency": outcome.latency})
-                advance(1)
 
             for at in range(0, len(pending), answerer.block):
                 answerer.answer(pending[at : at + answerer.block], finished=keep)
+    return outages
 
 
 def write_mirage(path: Path, result: Mapping) -> list[Path]:

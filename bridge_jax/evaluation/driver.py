@@ -59,6 +59,7 @@ class State:
     prompt_tokens: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    outage: bool = False
 
 
 class Driver:
@@ -150,7 +151,7 @@ class Driver:
         except RetrievalFault as fault:
             for n in queries:
                 states[n].trace.append(("fault", str(fault)))
-                states[n].status = "environment_fault"
+                states[n].status, states[n].outage = "environment_fault", True
             return
         seconds = time.monotonic() - began
         shown: dict[int, str] = {}
@@ -215,4 +216,5 @@ class Driver:
             generated_tokens=state.tokens,
             latency=state.seconds,
             may_search=self.baseline.may_search,
+            outage=state.outage,
         )

@@ -192,10 +192,10 @@ def test_what_cannot_be_answered_has_a_status():
     ):
         [got], *_ = run("react", reply)
         row = record(got, PAGES, 4)
-        assert (got.status, got.answer, row["em"]) == (status, None, 0.0)
+        assert (got.status, got.answer, got.outage, row["em"]) == (status, None, False, 0.0)
     down = dataclasses.replace(QUESTION, question="Is the index down?")
     [fault, fine], *_ = run("rag", "Oslo", questions=[down, QUESTION], limits=LIMITS)
-    assert fault.status == fine.status == "environment_fault"  # one search for all of a round
+    assert fault.status == fine.status == "environment_fault" and fault.outage and fine.outage  # one search for all of a round
     assert record(fault, PAGES, 4)["reason"] == "environment fault"
 
 

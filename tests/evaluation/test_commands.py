@@ -22,6 +22,7 @@ from bridge_jax.evaluation.run import evaluate_sets, evaluation_engine, load_set
 from bridge_jax.models import hub
 from bridge_jax.models.lora import init_lora
 from bridge_jax.retrieval.corpus import Passage
+from bridge_jax.retrieval.retriever import RetrievalFault, Retriever
 from bridge_jax.training import sft
 from bridge_jax.training.assets import retriever_lora
 from bridge_jax.training.workdir import claim_workdir
@@ -245,19 +246,30 @@ def test_an_endpoint_answers_with_our_retriever(taught, capsys, monkeypatch, tmp
             else "Thought: x\nAction: Search[Ravel Club]"
         )
 
+    search, left = Retriever.search, [1]
+
+    def failing(self, queries, k, lora=None):
+        left[0] -= 1
+        if left[0] == 0:
+            raise RetrievalFault("the index is gone")
+        return search(self, queries, k, lora)
+
+    monkeypatch.setattr(Retriever, "search", failing)
     with serve(answer) as (stub, url):
         flags = [f"--config={taught.world.path}", f"--workdir={tmp_path}", "--limit=3", "--baseline=react", f"--endpoint={url}"]
-        flags += ["--model=some/model", "--key-env=MY_KEY", "--price=1,2"]
+        flags += ["--model=some/model", "--key-env=MY_KEY", "--price=1,2", "--concurrency=1"]
+        assert evaluate.main(flags) == 2  # two questions at a time: the first two meet the outage
+        assert "2 questions met an index that failed" in capsys.readouterr().err and not list((tmp_path / "eval").glob("*.json"))
         assert evaluate.main(flags) == 0
         assert len(stub.requests) == 6 and {headers["Authorization"] for headers in stub.headers} == {"Bearer sk-secret"}
         assert evaluate.main(flags) == 0 and len(stub.requests) == 6
     out = capsys.readouterr().out
     [path] = (tmp_path / "eval").glob("*.json")
-    assert path.name == "some-model_towns_default_3_react.json" and "6 requests" in out and "dollars" in out
+    assert path.name == "some-model_towns_default_3_react.json" and "2 requests" in out and "2 cached" in out and "dollars" in out
     result = json.loads(path.read_text())
     assert "sk-secret" not in path.read_text() + out
     assert [row["prediction"] for row in result["predictions"]["towns"]] == ["Oslo"] * 3
-    assert result["settings"]["endpoint"]["model"] == "some/model" and result["endpoint"]["requests"] == 6
+    assert result["settings"]["endpoint"]["model"] == "some/model" and result["endpoint"]["requests"] == 2
     assert result["datasets"]["towns"]["searches"] == 1.0 and result["step"] is None
 
 
