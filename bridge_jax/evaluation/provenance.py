@@ -63,24 +63,27 @@ def of_sets(sets: Mapping[str, Sequence[Question]]) -> dict:
 
 def of_retriever(groups: Sequence[Sequence], candidates: int) -> dict:
     """groups: Retrievers, a list an encoder, as `fusion.FusedRetriever` has them."""
-    encoders = [group[0].encoder for group in groups]
     return {
-        "encoders": [
-            {
-                "name": str(encoder.name),
-                "weights": encoder.fingerprint[:16],
-                "pooling": encoder.pooling,
-                "query_prefix": encoder.query_prefix,
-                "passage_prefix": encoder.passage_prefix,
-                "max_length": encoder.max_length,  # of a query and of an embedded passage, in tokens
-            }
-            for encoder in encoders
-        ],
+        "encoders": [_of_encoder(group[0]) for group in groups],
         "corpora": [
             {"name": _name(one.corpus.path), "passages": len(one.corpus), "hash": one.corpus.fingerprint[:16]} for one in groups[0]
         ],
         "index": sorted({str(getattr(one.index, "kind", type(one.index).__name__)) for group in groups for one in group}),
         "candidates": candidates,
+    }
+
+
+def _of_encoder(retriever) -> dict:
+    encoder = getattr(retriever, "encoder", None)
+    if encoder is None:  # it searches by words
+        return {"name": type(retriever).__name__}
+    return {
+        "name": str(encoder.name),
+        "weights": encoder.fingerprint[:16],
+        "pooling": encoder.pooling,
+        "query_prefix": encoder.query_prefix,
+        "passage_prefix": encoder.passage_prefix,
+        "max_length": encoder.max_length,  # of a query and of an embedded passage, in tokens
     }
 
 
