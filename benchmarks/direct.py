@@ -6,8 +6,8 @@
 Both answer greedily with at most --new-tokens tokens and end at EOS or at the baseline's stop strings; Hugging Face is given the
 token ids (ours tokenises itself), like lengths together, and is measured at each of --batches with EOS alone (its check of stop
 strings is slow) and at the last of them with stop strings; `ratio_vs_hf` is our speed over its fastest setting. A round is one pass
-over all questions; compilation does not count. `same_answers` is the share of answers that are the same text (float32 sums in another
-order: now and then a near-tie falls the other way).
+over all questions; compilation does not count. `same_answers` is the share of answers that are the same text (float32 sums in
+another order: now and then a near-tie falls the other way).
 """
 
 from __future__ import annotations

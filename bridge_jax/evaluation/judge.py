@@ -23,7 +23,7 @@ from bridge_jax.retrieval.progress import track
 
 SCALE = 25
 HIGHEST = 4
-MAX_TOKENS = 400
+MAX_TOKENS = 256
 VOTE_TEMPERATURE = 0.7  # of several votes; a single one is greedy
 
 RUBRIC = """You grade the reasoning that somebody wrote while answering a question. They could search; what they found is left out
