@@ -128,18 +128,21 @@ class _Once:
 
 
 class EndpointGenerator:
-    """Generations of a model behind an OpenAI-compatible endpoint, several requests at a time."""
+    """Generations of a model behind an OpenAI-compatible endpoint, several requests at a time.
+
+    A reasoning model's own <think> block is no part of its reply. Line breaks are no stop strings there, since they would end it in
+    that block: the text is cut at them afterwards.
+    """
 
     def __init__(self, endpoint: Endpoint):
         self.endpoint = endpoint
         self.width = 2 * endpoint.concurrency  # so that nobody waits while the last ones of a round are written
 
     def generate(self, messages: Sequence[str], *, stops: tuple[str, str], max_tokens: int) -> list[Reply]:
-        asked = [
-            {"messages": [{"role": "user", "content": message}], "max_tokens": max_tokens, "stop": stops} for message in messages
-        ]
+        sent = tuple(stop for stop in stops if stop.strip())
+        asked = [{"messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, "stop": sent} for text in messages]
         return [
-            Reply(cut_at(said.text, stops), said.finish, said.prompt_tokens, said.tokens, said.seconds, said.problem)
+            Reply(_reply_of(said.text, stops), said.finish, said.prompt_tokens, said.tokens, said.seconds, said.problem)
             for said in self.endpoint.complete_many(asked)
         ]
 
@@ -155,3 +158,7 @@ class EndpointGenerator:
             shown.append(document)
             room -= len(document) + 1
         return "\n".join(shown), len(shown)
+
+
+def _reply_of(text: str, stops: tuple[str, str]) -> str:
+    return cut_at(text.rpartition("</think>")[2].lstrip(), stops)

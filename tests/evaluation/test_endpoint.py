@@ -9,6 +9,7 @@ from stub_server import serve
 
 from bridge_jax.errors import UserError
 from bridge_jax.evaluation.endpoint import Endpoint, EndpointDown
+from bridge_jax.evaluation.generators import EndpointGenerator
 
 
 def ask(text, **more):
@@ -135,6 +136,15 @@ def test_a_server_that_wants_the_other_limit():
         assert [one.text for one in endpoint.complete_many([ask("a"), ask("b")])] == ["A", "B"]
     assert ["max_completion_tokens" in body for body in stub.requests] == [False, True, True]
     assert endpoint.spent()["retries"] == 0
+
+
+def test_a_reasoning_models_thoughts_are_no_answer():
+    said = {"a": "<think>\n\nOslo? No.\n\n</think>\n\nLyon\n\nBecause", "b": "\n\n Oslo </answer> x", "c": "<think> never done"}
+    with serve(lambda body: said[body["messages"][0]["content"]]) as (stub, url):
+        generator = EndpointGenerator(Endpoint(url, "m"))
+        got = [reply.text for reply in generator.generate(list(said), stops=("</answer>", "\n\n"), max_tokens=9)]
+    assert got == ["Lyon", "Oslo </answer>", "<think> never done"]
+    assert all(body["stop"] == ["</answer>"] for body in stub.requests)
 
 
 def test_the_key_is_sent_and_nowhere_else(tmp_path, caplog):
