@@ -34,6 +34,7 @@ setup(
         "safetensors>=0.5,<1",
         "gguf>=0.17,<1",
         "pyarrow>=18",
+        "requests>=2.31,<3",
         "rich>=13,<16",
     ],
     extras_require={

@@ -44,15 +44,7 @@ def build_prompt(question: str | Question, tokenizer, style: str = "search_r1", 
         raise UserError(f"no prompt style '{style}'; {f'did you mean {near[0]!r}' if near else f'take one of {sorted(STYLES)}'}")
     asked = question.question if isinstance(question, Question) else question
     # replace, not format: a question may hold braces
-    text = STYLES[style].replace("{question}", _ask(_without_special_tokens(asked, tokenizer)))
-    if getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
-        ids = tokenizer.encode(text, add_special_tokens=False)  # the template wrote the special tokens itself
-    else:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        bos = getattr(tokenizer, "bos_token_id", None)
-        if bos is not None and tokenizer.encode("")[:1] == [bos]:
-            ids = [bos, *ids]
+    ids = encode_message(STYLES[style].replace("{question}", _ask(harmless(asked, tokenizer))), tokenizer)
     if max_tokens is not None and len(ids) > max_tokens:
         raise UserError(
             f"the prompt of '{_shorten(asked)}' is {len(ids)} tokens, the limit {max_tokens}; "
@@ -61,18 +53,28 @@ def build_prompt(question: str | Question, tokenizer, style: str = "search_r1", 
     return np.asarray(ids, np.int32)
 
 
+def encode_message(text: str, tokenizer) -> list[int]:
+    """Token ids of one user message (trusted text) and of what precedes the assistant's first token."""
+    if getattr(tokenizer, "chat_template", None):
+        text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
+        return tokenizer.encode(text, add_special_tokens=False)  # the template wrote the special tokens itself
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    bos = getattr(tokenizer, "bos_token_id", None)
+    return [bos, *ids] if bos is not None and tokenizer.encode("")[:1] == [bos] else ids
+
+
 def _ask(question: str) -> str:
     """Natural Questions come without a question mark; Search-R1 adds it."""
     question = question.strip()
     return question if question.endswith(("?", ".", "!")) else question + "?"
 
 
-def _without_special_tokens(question: str, tokenizer) -> str:
-    """A question that spells a control token ('<|im_end|>') must not end its own turn: a space breaks the spelling."""
+def harmless(text: str, tokenizer) -> str:
+    """Text from outside that spells a control token ('<|im_end|>') must not end its own turn: a space breaks the spelling."""
     for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
-        if token.special and len(token.content) > 1 and token.content in question:
-            question = question.replace(token.content, f"{token.content[0]} {token.content[1:]}")
-    return question
+        if token.special and len(token.content) > 1 and token.content in text:
+            text = text.replace(token.content, f"{token.content[0]} {token.content[1:]}")
+    return text
 
 
 def _shorten(text: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rich.table import Table
 
 _STYLE = {"title_justify": "left", "box": None, "padding": (0, 1, 0, 0)}  # narrow: a row fits into 80 columns
-LABELS = {"single_hop": "single-hop avg", "multi_hop": "multi-hop avg", "overall": "average"}
+LABELS = {"single_hop": "single-hop avg", "multi_hop": "multi-hop avg", "medical": "medical avg", "overall": "average"}
 
 
 def results_table(result: Mapping, title: str = "") -> Table:
@@ -15,7 +15,8 @@ def results_table(result: Mapping, title: str = "") -> Table:
     k = result["k"]
     table = Table(title=title or None, **_STYLE)
     table.add_column("data set", overflow="fold", min_width=8)
-    for name in ("n", "EM", "95 %", "F1", "sub-EM", *dict.fromkeys(("R@3", f"R@{k}")), "searches", "tokens"):
+    timed = any(row.get("latency") is not None for row in result["datasets"].values())
+    for name in ("n", "EM", "95 %", "F1", "sub-EM", *dict.fromkeys(("R@3", f"R@{k}")), "searches", "tokens", *(["s"] * timed)):
         table.add_column(name, justify="right", no_wrap=True)
     for name, row in _rows(result):
         table.add_row(
@@ -28,8 +29,82 @@ def results_table(result: Mapping, title: str = "") -> Table:
             *(_percent(row[column]) for column in dict.fromkeys(("recall@3", f"recall@{k}"))),
             f"{row['searches']:.2f}",
             f"{row['generated_tokens']:.0f}",
+            *([f"{row['latency']:.1f}"] if timed else []),
         )
     return table
+
+
+def medical_table(result: Mapping) -> Table:
+    """Accuracy with its standard error, a row a multiple-choice set, and their mean."""
+    table = Table(title="multiple choice", **_STYLE)
+    table.add_column("data set", overflow="fold", min_width=8)
+    for name in ("n", "accuracy", "s.e.", "unparseable", "no search"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = {name: row for name, row in result["datasets"].items() if "accuracy" in row}
+    for name, row in rows.items():
+        cells = (
+            str(row["n"]),
+            _percent(row["accuracy"]),
+            _percent(row["standard_error"]),
+            str(row["unparseable"]),
+            str(row["no_search"]),
+        )
+        table.add_row(name, *cells)
+    if len(rows) > 1:
+        table.add_row(LABELS["medical"], "", _percent(sum(row["accuracy"] for row in rows.values()) / len(rows)), "", "", "")
+    return table
+
+
+def against_table(found: Mapping, title: str = "") -> Table:
+    """`paired.compare`: EM of both, the difference with its 95 % interval, wins and losses, and the differences of the others."""
+    table = Table(title=title or None, **_STYLE)
+    table.add_column("data set", overflow="fold", min_width=8)
+    for name in ("n", "EM", "other", "diff", "95 %", "won", "lost", "p", "F1", "R@3"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = list(found["datasets"].items())
+    if len(rows) > 1:
+        rows += [(LABELS[name], row) for name, row in found["averages"].items() if name == "overall" or row["n"] != _total(found)]
+    for name, row in rows:
+        em = row["em"]
+        others = [_percent(row[metric]["difference"], signed=True) if row[metric] else "-" for metric in ("f1", "recall@3")]
+        table.add_row(
+            name,
+            str(row["n"]),
+            _percent(em["ours"]),
+            _percent(em["theirs"]),
+            _percent(em["difference"], signed=True),
+            f"{_percent(em['low'], signed=True)} to {_percent(em['high'], signed=True)}",
+            str(em["wins"]),
+            str(em["losses"]),
+            f"{em['p']:.3f}",
+            *others,
+        )
+    return table
+
+
+def judge_table(found: Mapping, title: str = "") -> Table:
+    """`judge.judge`: quality with its 95 % interval, a row a set, then averages; below, how far votes agree."""
+    table = Table(title=title or None, **_STYLE)
+    table.add_column("data set", overflow="fold", min_width=8)
+    for name in ("n", "quality", "95 %", "unjudged"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = list(found["datasets"].items())
+    if len(rows) > 1:
+        rows.append((LABELS["overall"], found["averages"]["overall"]))
+    for name, row in rows:
+        judged = row["quality"] is not None
+        quality, spread = (f"{row['quality']:.1f}", f"{row['low']:.1f}-{row['high']:.1f}") if judged else ("-", "-")
+        table.add_row(name, str(row["n"]), quality, spread, str(row["unjudged"]))
+    if found["agreement"]:
+        same = found["agreement"]
+        alpha = "-" if same["alpha"] is None else f"{same['alpha']:.2f}"
+        table.caption = f"votes agree in {same['exact']:.0%}, within one in {same['within_one']:.0%}; Krippendorff's alpha {alpha}"
+        table.caption_justify = "left"
+    return table
+
+
+def _total(found: Mapping) -> int:
+    return found["averages"]["overall"]["n"]
 
 
 def comparison_table(before: Mapping, after: Mapping, labels: tuple[str, str] = ("before", "after"), title: str = "") -> Table:
@@ -70,5 +145,5 @@ def _rows(result: Mapping) -> list[tuple[str, Mapping]]:
     return rows
 
 
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f}"
+def _percent(value: float | None, signed: bool = False) -> str:
+    return "-" if value is None else f"{100 * value:{'+' if signed else ''}.1f}"

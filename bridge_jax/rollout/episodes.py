@@ -67,13 +67,15 @@ class RolloutEngine:
         temperature: float,
         retriever_lora=None,
         advance: Callable[[int], None] = lambda questions: None,
+        finished: Callable[[Episode], None] | None = None,
     ) -> tuple[list[Episode], dict[str, float]]:
         """Roll out `group_size` samples of each question.
 
         prompts: the token ids of each question's prompt ([P] int32). Sample s of question i draws from the key
         fold_in(key, i * group_size + s), whatever else is in the batch. temperature 0 is greedy. advance: told on the way how many
-        more questions are done. Returns the episodes ordered by question, then sample, and the metrics. A prompt beyond
-        max_prompt_tokens is never cut: its episodes are "context_full", without tokens.
+        more questions are done. finished: given each episode once, soon after its end. Returns the episodes ordered by question,
+        then sample, and the metrics. A prompt beyond max_prompt_tokens is never cut: its episodes are "context_full", without
+        tokens.
         """
         if len(prompts) != len(questions):
             raise ValueError(f"{len(questions)} questions but {len(prompts)} prompts")
@@ -96,7 +98,18 @@ class RolloutEngine:
         environment = Environment(self.config, self.tokenizer, self._table, self.retriever, self.candidates, retriever_lora, counts)
         settings = {"group_size": group_size, "key": key, "temperature": temperature, "counts": counts}
         settings["prompt_width"] = self._prompt_width
-        Flight(self._sampler, environment, self._widths, policy_variables, **settings).run(waiting, advance)
+        going = list(rows)
+
+        def look(done: int) -> None:
+            nonlocal going
+            for row in going if finished else ():
+                if row.status is not None:
+                    finished(row.episode(questions))
+            going = [row for row in going if row.status is None]
+            advance(done)
+
+        Flight(self._sampler, environment, self._widths, policy_variables, **settings).run(waiting, look)
+        look(0)  # those whose prompt was too long, where nobody else was under way
         metrics = _metrics(rows, counts, time.monotonic() - began, self._known_ids)
         metrics["rollout/compilations"] = self._sampler.compilations() - compiled
         return [row.episode(questions) for row in rows], metrics

@@ -26,6 +26,7 @@ which the rows that searched stand idle: it is for an index on another machine, 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -200,6 +201,7 @@ class Flight:
             for m, row in enumerate(group):
                 index = place * size + m
                 self.rows[index] = row
+                row.began = time.monotonic()
                 self.room[index] = left[n * size + m] = self._room(row)
                 self.filled[index] = 0
                 sample_ids[n * size + m] = row.group * size + row.sample

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -85,6 +86,7 @@ class Episode:
     status: Status
     answer: str | None
     trace: list[tuple[str, str]]  # ("generated" | "information" | "corrective" | "fault", text) in order, for display
+    seconds: float = 0.0  # between entering the batch and the end
 
 
 @dataclass
@@ -103,6 +105,8 @@ class Row:
     logps: list[float] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     trace: list[tuple[str, str]] = field(default_factory=list)
+    began: float | None = None  # when it entered the batch
+    seconds: float = 0.0
 
     def write(self, tokens: Sequence[int], logps: Sequence[float] | None = None) -> None:
         self.tokens.extend(tokens)
@@ -111,6 +115,7 @@ class Row:
 
     def end(self, status: Status) -> None:
         self.status = status
+        self.seconds = 0.0 if self.began is None else time.monotonic() - self.began
 
     def episode(self, questions: Sequence[Question]) -> Episode:
         return Episode(
@@ -125,4 +130,5 @@ class Row:
             status=self.status,
             answer=self.answer,
             trace=self.trace,
+            seconds=self.seconds,
         )

@@ -20,9 +20,14 @@ MAY_CHANGE = (
     "train.steps", "train.eval_every", "train.checkpoint_every", "train.keep", "train.log_rollouts_every", "train.tensorboard",
     "train.wandb", "train.max_skipped_updates",
 )  # fmt: skip
-# A finished run may also be used on other questions and machines. (Within a run they stay: its evaluations are compared.)
+# A finished run may also be used on other questions, corpora and machines, and with other limits: an evaluation says which.
+# (Within a run they stay: its evaluations are compared.)
 USE_MAY_CHANGE = (
-    *MAY_CHANGE, "data.eval", "data.eval_split", "data.eval_limit", "rollout.batch_groups", "rollout.chunk", "policy.attention",
+    *MAY_CHANGE, "data.eval", "data.eval_split", "data.eval_limit", "policy.attention",
+    "index.corpus", "index.folder", "index.kind", "index.limit",
+    "rollout.batch_groups", "rollout.chunk", "rollout.prompt", "rollout.shown", "rollout.candidates", "rollout.max_searches",
+    "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.max_new_tokens", "rollout.max_observation_tokens",
+    "rollout.max_passage_tokens",
 )  # fmt: skip
 
 

@@ -5,13 +5,25 @@ import dataclasses
 import numpy as np
 import pytest
 
+from bridge_jax.data.medical import MedicalQuestion
 from bridge_jax.data.qa import Question
 from bridge_jax.evaluation import aggregate
-from bridge_jax.evaluation.table import comparison_table, results_table
+from bridge_jax.evaluation.table import comparison_table, medical_table, results_table
 from bridge_jax.retrieval.corpus import Passage
 from bridge_jax.rollout.episodes import Episode, Turn
 
-CORPUS = [Passage(f"p{n}", f"Title {n}", "text") for n in range(10)]
+
+class Pages(list):
+    """A corpus."""
+
+    def row_of(self, id):
+        return {page.id: row for row, page in enumerate(self)}[id]
+
+    def contents(self, row):
+        return f'"{self[row].title}"\n{self[row].text}'
+
+
+CORPUS = Pages(Passage(f"p{n}", f"Title {n}", "the city of Oslo" if n == 4 else "text") for n in range(10))
 
 
 def turn(*rows):
@@ -41,6 +53,7 @@ def test_record_scores_and_recall_by_id():
         "scores": [1.0, 0.75, 0.5, 0.25, 0.0],
         "shown": 2,
     }
+    assert got["prompt_tokens"] == 3 + 2  # the prompt, and what it read in between
     # the same passage found twice counts once
     assert aggregate.recall(episode(turns=[turn(1, 2, 3), turn(1, 2, 3)]), CORPUS, 3) == 0.5
 
@@ -49,7 +62,6 @@ def test_record_without_answer_search_or_ids():
     got = aggregate.record(episode(answer=None, status="truncated"), CORPUS, 5)
     assert (got["em"], got["f1"], got["sub_em"], got["reason"], got["prediction"]) == (0.0, 0.0, 0.0, "cut off", None)
     assert got["recall@3"] == got["recall@5"] == 0.0
-    assert aggregate.record(episode(gold_ids=(), turns=[turn(1, 2, 3)]), CORPUS, 5)["recall@3"] is None
     assert aggregate.record(episode(answer="the city of Oslo"), CORPUS, 5) | {
         "em": 0.0,
         "sub_em": 1.0,
@@ -57,10 +69,54 @@ def test_record_without_answer_search_or_ids():
     } == aggregate.record(episode(answer="the city of Oslo"), CORPUS, 5)
 
 
+@pytest.mark.parametrize(
+    ("golds", "ids", "rows", "expected"),
+    [
+        (("Oslo",), ("p1", "p7"), (1, 2, 3, 4, 5), ("id", 0.5, 0.5)),
+        (("Oslo",), (), (1, 2, 3, 4, 5), ("answer", 0.0, 1.0)),  # by the answer's text: p4 is fourth
+        (("Oslo",), ("wiki-7",), (4, 2, 3), ("answer", 1.0, 1.0)),  # ids of another corpus say nothing here
+        (("Oslo",), ("wiki-7", "p4"), (4, 2, 3), ("id", 0.5, 0.5)),
+        (("slo", "cit"), (), (4, 2, 3), ("answer", 0.0, 0.0)),  # whole words
+        (("yes",), (), (4, 2, 3), (None, None, None)),
+        (("No.", "maybe"), ("wiki-7",), (4, 2, 3), (None, None, None)),
+        (("yes",), ("p4",), (4, 2, 3), ("id", 1.0, 1.0)),
+        (("The",), (), (4, 2, 3), (None, None, None)),  # nothing is left of it
+        (("Oslo",), (), (), ("answer", 0.0, 0.0)),
+    ],
+)
+def test_recall_by_id_or_by_answer(golds, ids, rows, expected):
+    got = aggregate.record(episode(golds=golds, gold_ids=ids, turns=[turn(*rows)] if rows else []), CORPUS, 5)
+    assert (got["recall_by"], got["recall@3"], got["recall@5"]) == expected
+
+
+def test_multiple_choice():
+    options = (("A", "Lyon"), ("B", "Oslo"))
+    question = MedicalQuestion("m", "Which?", ("Oslo",), (), "medqa", options=options, letter="B")
+    said = {"B": (1.0, "correct"), "oslo": (1.0, "correct"), "Lyon": (0.0, "wrong answer"), "dunno": (0.0, "unparseable")}
+    said |= {None: (0.0, "no answer")}
+    rows = []
+    for answer, (em, reason) in said.items():
+        rows.append(aggregate.record(dataclasses.replace(episode(answer=answer, turns=[turn(1, 2)]), question=question), CORPUS, 2))
+        assert (rows[-1]["em"], rows[-1]["reason"], rows[-1]["f1"]) == (em, reason, None)
+    fault = dataclasses.replace(episode(answer="B", status="environment_fault"), question=question)
+    assert aggregate.record(fault, CORPUS, 2)["em"] == 0.0
+    got = aggregate.summarise(rows, 2)
+    assert (got["accuracy"], got["unparseable"], got["f1"]) == (0.4, 2, None)
+    assert got["standard_error"] == pytest.approx(np.sqrt(0.4 * 0.6 / 5))
+    text = text_of(medical_table({"datasets": {"medqa": got, "mmlu": got | {"accuracy": 0.6}, "nq": {"em": 1.0}}}))
+    assert "40.0" in text and "21.9" in text and "50.0" in text and "nq" not in text
+    assert aggregate.groups(["medqa", "nq"]) == {"single_hop": ["nq"], "medical": ["medqa"], "overall": ["medqa", "nq"]}
+
+
 def test_summary_counts_and_means():
-    rows = [row(1.0), row(0.0, searches=0, recall=0.0, status="no_answer"), row(0.0, recall=None), row(1.0, recall=0.5)]
+    rows = [
+        row(1.0, recall_by="id"),
+        row(0.0, searches=0, recall=0.0, status="no_answer"),
+        row(0.0, recall=None),
+        row(1.0, recall=0.5),
+    ]
     got = aggregate.summarise(rows, 5)
-    assert (got["n"], got["em"], got["searches"], got["no_search"], got["without_gold_ids"]) == (4, 0.5, 0.75, 1, 1)
+    assert (got["n"], got["em"], got["searches"], got["no_search"], got["recall_by"]) == (4, 0.5, 0.75, 1, {"id": 1, "answer": 0})
     assert got["recall@3"] == pytest.approx(0.5)  # (1 + 0 + 0.5) / 3: the one without ids is left out
     assert got["statuses"] == {"answered": 3, "no_answer": 1, "truncated": 0, "context_full": 0, "environment_fault": 0}
     assert got["reasons"] == {"correct": 2, "wrong answer": 2}
@@ -112,6 +168,8 @@ def test_tables():
     after = result({"hotpotqa": [row(1.0)] * 3 + [row(0.0)], "nq": [row(0.0, recall=None)] * 2, "musique": [row(1.0)]})
     text = text_of(results_table(before, "step 3"))
     assert "step 3" in text and "hotpotqa" in text and "R@5" in text and "multi-hop avg" in text and " - " in text
+    timed = result({"nq": [row(0.0, latency=2.5)] * 2})
+    assert "2.5" in text_of(results_table(timed)) and text_of(results_table(before)).count(" s ") == 0
     text = text_of(comparison_table(before, after, ("start", "end")))
     lines = [line for line in text.splitlines() if "start" in line or "end" in line]
     assert "musique" not in text  # only what both have

@@ -10,15 +10,19 @@ import numpy as np
 import pytest
 import two_hop_world
 from rich.console import Console
+from stub_server import serve
 
 from bridge_jax import ask, evaluate, warmstart
 from bridge_jax.data.prompts import build_prompt
 from bridge_jax.data.qa import load_questions
 from bridge_jax.errors import UserError
-from bridge_jax.evaluation import ask_view, run
+from bridge_jax.evaluation import ask_view, run, store
+from bridge_jax.evaluation.generators import PolicyGenerator
 from bridge_jax.evaluation.run import evaluate_sets, evaluation_engine, load_sets
+from bridge_jax.models import hub
 from bridge_jax.models.lora import init_lora
 from bridge_jax.retrieval.corpus import Passage
+from bridge_jax.retrieval.retriever import RetrievalFault, Retriever
 from bridge_jax.training import sft
 from bridge_jax.training.assets import retriever_lora
 from bridge_jax.training.workdir import claim_workdir
@@ -118,16 +122,193 @@ def test_load_sets(taught, tmp_path):
     assert list(load_sets(plain, ("2wiki", "musique"), split="test", limit=3)) == ["2wikimultihopqa", "musique"]
 
 
-def test_evaluate_writes_a_new_file_each_time(taught, capsys):
-    for number, name in enumerate(("step_000000_towns_default_4.json", "step_000000_towns_default_4_2.json")):
-        assert evaluate.main([*taught.flags, "--limit=4"]) == 0
-        out = capsys.readouterr().out
-        files = sorted(path.name for path in (taught.workdir / "eval").iterdir())
-        assert len(files) == number + 1 and name in files and name in out.replace("\n", "") and "towns" in out and "R@6" in out
-    first, second = (json.loads((taught.workdir / "eval" / name).read_text()) for name in files)
-    assert first["datasets"] == second["datasets"] and first["predictions"] == second["predictions"]
-    assert (first["step"], first["limit"], first["checkpoint"], len(first["predictions"]["towns"])) == (0, 4, "start", 4)
-    assert first["config"]["rollout.candidates"] == 6
+def test_evaluate_is_killed_and_goes_on(taught, capsys, monkeypatch):
+    """Killed while it answers, the same command answers the rest; finished, it shows what is there; changed, it is refused."""
+    keep, left = store.Store.append, [2]
+
+    def killed(self, name, record):
+        keep(self, name, record)
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(store.Store, "append", killed)
+    flags = [*taught.flags, "--limit=4", "--name=killed"]
+    assert evaluate.main(flags) == 130
+    parts = taught.workdir / "eval" / "killed.parts"
+    assert len((parts / "predictions.0of1.jsonl").read_text().splitlines()) == 2
+    left[0] = 99
+    assert evaluate.main([*flags, "--config.rollout.shown=1"]) == 2
+    assert "limits.shown was 2, now 1" in capsys.readouterr().err
+    assert evaluate.main(flags) == 0
+    assert left[0] == 97  # the other two
+    out = capsys.readouterr().out
+    path = taught.workdir / "eval" / "killed.json"
+    assert "killed.json" in out.replace("\n", "") and "towns" in out and "R@6" in out and not parts.exists()
+    result = json.loads(path.read_text())
+    assets, config = taught.world.assets, taught.world.config
+    whole = evaluate_sets(assets, {"params": taught.params}, load_sets(config, limit=4), progress=False)
+    timed = ("seconds", "latency")
+    got = [{key: value for key, value in row.items() if key not in timed} for row in result["predictions"]["towns"]]
+    assert got == json.loads(json.dumps(whole["predictions"]["towns"])) and all(
+        row["latency"] > 0 for row in result["predictions"]["towns"]
+    )
+    assert result["datasets"]["towns"]["em"] == whole["datasets"]["towns"]["em"] and result["seconds"] > 0
+    assert evaluate.main(flags) == 0 and left[0] == 97  # it is finished: nobody is asked again
+
+    settings = result["settings"]
+    weights = hub.weights_fingerprint(taught.workdir / "warmstart")
+    assert settings["policy"]["weights"] == weights[:16] and settings["baseline"] is None
+    assert settings["retriever"]["corpora"][0]["hash"] == assets.corpus.fingerprint[:16]
+    assert (
+        settings["retriever"]["candidates"] == 6
+        and settings["retriever"]["encoders"][0]["max_length"] == config.retriever.max_length
+    )
+    assert settings["datasets"]["towns"]["n"] == 4 and settings["template"]["style"] == "brief" and settings["code"]["source"]
+    assert settings["limits"]["shown"] == 2 and settings["decoding"] == {"temperature": 0.0}
+
+
+def test_shards_make_the_result_of_one(taught, capsys):
+    flags = [*taught.flags, "--limit=5", "--baseline=rag", "--context-tokens=48"]
+    assert evaluate.main([*flags, "--name=whole"]) == 0
+    for number in (1, 0):
+        assert evaluate.main([*flags, "--name=parted", f"--shard={number}/2"]) == 0
+        assert ("others are not" in capsys.readouterr().out) == (number == 1)
+    whole, parted = (json.loads((taught.workdir / "eval" / f"{name}.json").read_text()) for name in ("whole", "parted"))
+    for result in (whole, parted):
+        for row in result["predictions"]["towns"]:
+            del row["seconds"], row["latency"]
+    assert parted["predictions"] == whole["predictions"] and parted["settings"] == whole["settings"]
+    assert [row["id"] for row in whole["predictions"]["towns"]] == [q.id for q in load_sets(taught.world.config, limit=5)["towns"]]
+    row = whole["predictions"]["towns"][0]
+    assert row["turns"][0]["query"] == row["question"] and row["searches"] == 1 and row["recall_by"] == "id"
+    assert evaluate.main([*flags, "--name=parted", f"--against={taught.workdir / 'eval' / 'whole.json'}"]) == 0
+    out = capsys.readouterr().out
+    assert "minus" in out and "differ" not in out and "1.000" in out  # the same: p = 1
+
+
+def test_baselines_on_our_engine_are_plain_greedy_decoding(taught):
+    """PolicyGenerator against argmax over whole sequences, with its own stop strings, limits and a message that is too long."""
+    assets, params = taught.world.assets, taught.params
+    generator = PolicyGenerator(
+        assets.policy, assets.tokenizer, assets.eos_ids, {"params": params}, width=4, prompt_tokens=96, chunk=8
+    )
+    messages = ["Think. Doc says", "Question: Where is Ravel Club?", "town " * 200, "So the", "I need to", "The club is based"]
+    stops = ("</think>", "club")
+    replies = generator.generate(messages, stops=stops, max_tokens=12)
+    forward = jax.jit(lambda tokens: assets.policy.apply({"params": params}, tokens))
+    for message, reply in zip(messages, replies, strict=True):
+        ids = generator.encode(message)
+        if len(ids) > 96:
+            assert (reply.finish, reply.text, reply.tokens) == ("too_long", "", 0) and "limit 96" in reply.problem
+            continue
+        written, text, finish = [], "", "length"
+        while len(written) < 12:
+            padded = np.zeros((1, 112), np.int32)
+            padded[0, : len(ids) + len(written)] = [*ids, *written]
+            token = int(np.argmax(forward(padded)[0, len(ids) + len(written) - 1]))
+            written.append(token)
+            if token in assets.eos_ids:
+                finish = "stop"
+                break
+            text = assets.tokenizer.decode(written)
+            if any(stop in text for stop in stops):
+                finish = "stop"
+                break
+        for stop in stops:
+            if stop in text:
+                text = text[: text.index(stop) + len(stop) * stop.startswith("</")]
+        text = text.removeprefix(" ")
+        assert (reply.text, reply.finish, reply.tokens, reply.prompt_tokens) == (text, finish, len(written), len(ids))
+    assert len({reply.finish for reply in replies}) > 1
+
+
+def test_fit_counts_the_tokenizers_tokens(taught):
+    tok = taught.world.assets.tokenizer
+    generator = PolicyGenerator(taught.world.assets.policy, tok, (), {}, width=1, prompt_tokens=8)
+    documents = [f"Doc {n}(Title: x) the club is based in Oslo" for n in range(1, 4)]
+    sizes = [len(tok(document)["input_ids"]) + 1 for document in documents]
+    for budget, count in ((0, 3), (sum(sizes), 3), (sum(sizes) - 1, 2), (sum(sizes[:2]), 2), (sizes[0], 1), (4, 1)):
+        text, shown = generator.fit(documents, budget)
+        assert shown == count == len(text.split("\n")) and (not budget or len(tok(text)["input_ids"]) <= budget + 1)
+    assert documents[0].startswith(generator.fit(documents, 5)[0]) and generator.fit([], 9) == ("", 0)
+
+
+def test_an_endpoint_answers_with_our_retriever(taught, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("MY_KEY", "sk-secret")
+
+    def answer(body):
+        text = body["messages"][0]["content"]
+        assert "Observation" not in body.get("stop", ())
+        return (
+            "Thought: so.\nAction: Finish[Oslo]"
+            if "Observation: Doc 1(Title:" in text
+            else "Thought: x\nAction: Search[Ravel Club]"
+        )
+
+    search, left = Retriever.search, [1]
+
+    def failing(self, queries, k, lora=None):
+        left[0] -= 1
+        if left[0] == 0:
+            raise RetrievalFault("the index is gone")
+        return search(self, queries, k, lora)
+
+    monkeypatch.setattr(Retriever, "search", failing)
+    with serve(answer) as (stub, url):
+        flags = [f"--config={taught.world.path}", f"--workdir={tmp_path}", "--limit=3", "--baseline=react", f"--endpoint={url}"]
+        flags += ["--model=some/model", "--key-env=MY_KEY", "--price=1,2", "--concurrency=1"]
+        assert evaluate.main(flags) == 2  # two questions at a time: the first two meet the outage
+        assert "2 questions met an index that failed" in capsys.readouterr().err and not list((tmp_path / "eval").glob("*.json"))
+        assert evaluate.main(flags) == 0
+        assert len(stub.requests) == 6 and {headers["Authorization"] for headers in stub.headers} == {"Bearer sk-secret"}
+        assert evaluate.main(flags) == 0 and len(stub.requests) == 6
+    out = capsys.readouterr().out
+    [path] = (tmp_path / "eval").glob("*.json")
+    assert path.name == "some-model_towns_default_3_react.json" and "2 requests" in out and "2 cached" in out and "dollars" in out
+    result = json.loads(path.read_text())
+    assert "sk-secret" not in path.read_text() + out
+    assert [row["prediction"] for row in result["predictions"]["towns"]] == ["Oslo"] * 3
+    assert result["settings"]["endpoint"]["model"] == "some/model" and result["endpoint"]["requests"] == 2
+    assert result["datasets"]["towns"]["searches"] == 1.0 and result["step"] is None
+
+
+def test_medrag_over_two_corpora(taught, capsys, monkeypatch, tmp_path):
+    """Options before the model and not in the query; two corpora as one; MIRAGE's layout beside the result."""
+    monkeypatch.setenv("BRIDGE_JAX_CACHE", str(tmp_path / "cache"))
+    rows = two_hop_world.passages()
+    corpora = [two_hop_world.write_jsonl(tmp_path / f"{name}.jsonl", part) for name, part in (("a", rows[::2]), ("b", rows[1::2]))]
+    options = {"A": "Oslo", "B": "Lyon"}
+    entries = {
+        f"00{n}": {"question": f"Where is {name}?", "options": options, "answer": "B"} for n, name in enumerate(("Ravel", "Dorset"))
+    }
+    benchmark = tmp_path / "benchmark.json"
+    benchmark.write_text(json.dumps({"medmcqa": entries}))
+
+    def answer(body):
+        text = body["messages"][0]["content"]
+        assert "A. Oslo\nB. Lyon" in text and text.count("\nDoc ") == (24 if "JSON" in text else 2)  # all there are, of 32
+        return json.dumps({"step_by_step_thinking": "so", "answer_choice": "B" if "Dorset?" in text else "dunno"})
+
+    with serve(answer) as (_, url):
+        flags = [f"--config={taught.world.path}", f"--workdir={tmp_path / 'run'}", f"--datasets={benchmark}", "--baseline=medrag"]
+        flags += [f"--endpoint={url}", "--model=m", "--limit=0", f"--corpora={corpora[0]},{corpora[1]}", "--name=x"]
+        assert evaluate.main(flags) == 0
+        assert evaluate.main([*flags[:-1], "--name=y", "--baseline=rag", "--corpora="]) == 0  # a corpus of one's own will do
+    out = capsys.readouterr().out
+    result = json.loads((tmp_path / "run" / "eval" / "x.json").read_text())
+    row = result["datasets"]["medmcqa"]
+    assert (row["accuracy"], row["unparseable"], row["standard_error"]) == (0.5, 1, pytest.approx(0.25**0.5 / 2**0.5))
+    assert "unparseable" in out and "35.4" in out
+    assert [turn["query"] for rows in result["predictions"]["medmcqa"] for turn in rows["turns"]] == [
+        "Where is Ravel?",
+        "Where is Dorset?",
+    ]
+    found = result["settings"]["retriever"]
+    assert [(one["name"], one["passages"]) for one in found["corpora"]] == [("a.jsonl", 12), ("b.jsonl", 12)]
+    files = sorted((tmp_path / "run" / "eval" / "x.mirage" / "medmcqa" / "rag_32" / "m" / "a+b").glob("*/dev_*.json"))
+    assert [file.name for file in files] == ["dev_000.json", "dev_001.json"]
+    assert json.loads(json.loads(files[1].read_text())[0])["answer_choice"] == "B"
 
 
 def test_evaluate_names_what_is_wrong(taught, tmp_path, capsys):
@@ -135,6 +316,14 @@ def test_evaluate_names_what_is_wrong(taught, tmp_path, capsys):
     for arguments, named in (
         ([*taught.flags, "--datasets=nowhere"], "nowhere"),
         ([*taught.flags, "--limit=-1"], "--limit"),
+        ([*taught.flags, "--baseline=ragg"], "--baseline=ragg"),
+        ([*taught.flags, "--shard=2/2"], "--shard=2/2"),
+        ([*taught.flags, "--endpoint=http://x/v1"], "--baseline"),
+        ([*taught.flags, "--baseline=rag", "--endpoint=http://x/v1"], "--model"),
+        ([*taught.flags, "--baseline=rag", "--endpoint=http://x/v1", "--model=m", "--price=3"], "--price=3"),
+        ([*taught.flags, "--context-tokens=9"], "--context-tokens"),
+        ([*taught.flags, "--name=../x"], "--name=../x"),
+        ([*taught.flags, "--baseline=medrag"], "medrag"),
         ([*taught.flags, "--config.rollout.shwon=2"], "rollout.shown"),
         ([config, f"--workdir={tmp_path}"], "no checkpoint"),
         ([f"--workdir={tmp_path}"], "config.json"),
