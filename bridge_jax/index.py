@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--recall", type=float, default=0.98, help="recall@40 of exact search that ScaNN is tuned for (default 0.98)")
     p.add_argument("--queries", metavar="QUESTIONS", help="a question file or set to tune on (default: phrases of the passages)")
     p.add_argument("--max-length", type=int, default=256, help="tokens a text is cut to (default 256)")
-    p.add_argument("--batch-size", type=int, default=64, help="passages encoded at a time on a device (default 64)")
+    p.add_argument("--batch-tokens", type=int, help="tokens encoded at a time on a device (default 1536 on a CPU, 32768 elsewhere)")
     p.add_argument(
         "--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="of encoding; auto: bfloat16 on TPU and GPU"
     )
@@ -72,8 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
 
         return evaluate(arguments[1:])
     args = parser().parse_args(arguments)
-    for name in ("batch_size", "max_length"):
-        if getattr(args, name) < 1:
+    for name in ("batch_tokens", "max_length"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
     if not 0 <= args.recall <= 1:
         raise UserError(f"--recall is {args.recall}; it must be 0 (no tuning) to 1")
@@ -117,6 +117,7 @@ def _build(args, corpus, part: tuple[int, int] | None, queries):
 
     from bridge_jax.mesh import make_mesh
     from bridge_jax.models import e5
+    from bridge_jax.retrieval.embed import BATCH_TOKENS
     from bridge_jax.retrieval.index import build_index
 
     devices = jax.local_devices()
@@ -135,7 +136,7 @@ def _build(args, corpus, part: tuple[int, int] | None, queries):
         encoder,
         args.out,
         args.kind,
-        batch_size=args.batch_size * len(devices),
+        batch_tokens=(args.batch_tokens or (BATCH_TOKENS if devices[0].platform == "cpu" else 32_768)) * len(devices),
         force=args.force,
         part=part or (jax.process_index(), jax.process_count()),
         wait=wait,

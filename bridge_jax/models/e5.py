@@ -376,34 +376,45 @@ def embed(
     Texts are sorted by length and padded to few shapes, so a handful of programs is compiled however many texts come.
     """
     ids = tokenize(encoder, texts, kind)
-    out = np.empty((len(ids), encoder.dim), np.float32)
-    for rows, vectors in dispatch(encoder, ids, lora, batch_size):
-        out[rows] = np.asarray(vectors)[: len(rows)]
-    return out
-
-
-def dispatch(
-    encoder: Encoder, ids: Sequence[Sequence[int]], lora: Mapping | None = None, batch_size: int = 64, fine: bool = False
-) -> list[tuple[list[int], jax.Array]]:
-    """Begins to encode token ids -> (rows of `ids`, their vectors [at least so many, D]) for every batch; nothing is waited for.
-
-    `fine`: for very many texts; batches are cut from all of them in the order of their lengths and padded to FINE_LENGTHS.
-    """
-    variables = {"params": encoder.params} if lora is None else {"params": encoder.params, "lora": lora}
-    mesh, lengths = encoder.module.mesh, FINE_LENGTHS if fine else LENGTHS
-    ways = batch_ways(mesh)
-    alike: dict[int, list[int]] = {}
+    by_length: dict[int, list[int]] = {}
     for row in sorted(range(len(ids)), key=lambda row: len(ids[row])):
-        alike.setdefault(0 if fine else padded_length(len(ids[row]), encoder.max_length), []).append(row)
+        by_length.setdefault(padded_length(len(ids[row]), encoder.max_length), []).append(row)
     pending = []
-    for members in alike.values():
+    for members in by_length.values():
         full = len(members) // batch_size * batch_size
         few = min(FEW_ROWS, batch_size)
         batches = [(members[i : i + batch_size], batch_size) for i in range(0, full, batch_size)]
         batches += [(members[i : i + few], few) for i in range(full, len(members), few)]
-        for batch, rows in batches:
-            arrays = pad(encoder, [ids[row] for row in batch], -(-rows // ways) * ways, lengths)
-            if mesh is not None:
-                arrays = jax.device_put(arrays, batch_sharding(mesh))
-            pending.append((batch, _apply(encoder.module, variables, *arrays)))
+        pending += [(batch, _dispatch(encoder, [ids[row] for row in batch], rows, LENGTHS, lora)) for batch, rows in batches]
+    out = np.empty((len(ids), encoder.dim), np.float32)
+    for batch, vectors in pending:
+        out[batch] = np.asarray(vectors)[: len(batch)]
+    return out
+
+
+def dispatch_many(encoder: Encoder, ids: Sequence[Sequence[int]], batch_tokens: int) -> list[tuple[list[int], jax.Array]]:
+    """Begins to encode very many texts -> (rows of `ids`, their vectors [at least so many, D]) for every batch; waits for nothing.
+
+    Batches are cut from all texts in the order of their lengths, the longest first, and hold about `batch_tokens` tokens, padded to
+    FINE_LENGTHS: one shape a length.
+    """
+    order = sorted(range(len(ids)), key=lambda row: -len(ids[row]))
+    pending, at = [], 0
+    while at < len(order):
+        length = padded_length(len(ids[order[at]]), encoder.max_length, FINE_LENGTHS)
+        rows = max(FEW_ROWS, batch_tokens // length // FEW_ROWS * FEW_ROWS)
+        batch = order[at : at + rows]
+        pending.append((batch, _dispatch(encoder, [ids[row] for row in batch], rows, FINE_LENGTHS)))
+        at += rows
     return pending
+
+
+def _dispatch(encoder: Encoder, ids, rows: int, lengths: Sequence[int], lora: Mapping | None = None) -> jax.Array:
+    """One batch, not waited for: the host pads the next one meanwhile."""
+    variables = {"params": encoder.params} if lora is None else {"params": encoder.params, "lora": lora}
+    mesh = encoder.module.mesh
+    ways = batch_ways(mesh)
+    arrays = pad(encoder, ids, -(-rows // ways) * ways, lengths)
+    if mesh is not None:
+        arrays = jax.device_put(arrays, batch_sharding(mesh))
+    return _apply(encoder.module, variables, *arrays)

@@ -100,16 +100,16 @@ def _top_of_shard(part, queries, first_row, *, count: int, rows: int, block: int
         low = (queries - high.astype(jnp.float32)).astype(jnp.bfloat16)
         queries = jnp.concatenate([high, low])
 
-    def score(at):
-        blocks = [jax.lax.dynamic_slice_in_dim(x, at, block) for x in part]
+    def score(blocks):
         vectors = blocks[0].astype(jnp.bfloat16 if split else jnp.float32)
         found = jnp.einsum("bd,nd->bn", queries, vectors, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
         found = found[:batch] + found[batch:] if split else found
         return found * blocks[1][:, 0] if len(blocks) == 2 else found
 
-    def step(best, at):
+    def step(best, given):
+        at, blocks = given
         row = first_row + at + jnp.arange(block, dtype=jnp.int32)
-        scores = jnp.where(row < rows, score(at), -jnp.inf)
+        scores = jnp.where(row < rows, score(blocks), -jnp.inf)
         keep = min(count, block)
         if kind == "approx":
             top, where = jax.lax.approx_max_k(scores, keep, recall_target=APPROXIMATE)
@@ -122,4 +122,5 @@ def _top_of_shard(part, queries, first_row, *, count: int, rows: int, block: int
         return (top, jnp.take_along_axis(found, where, -1)), None
 
     start = (jnp.full((batch, count), -jnp.inf), jnp.full((batch, count), -1, jnp.int32))
-    return jax.lax.scan(step, start, jnp.arange(0, part[0].shape[0], block, dtype=jnp.int32))[0]
+    blocks = [x.reshape(-1, block, x.shape[1]) for x in part]
+    return jax.lax.scan(step, start, (jnp.arange(0, part[0].shape[0], block, dtype=jnp.int32), blocks))[0]

@@ -25,6 +25,7 @@ from bridge_jax.retrieval.vectors import BFLOAT16, VectorWriter
 
 SHARDS = "shards"
 SHARD_ROWS = 4096
+BATCH_TOKENS = 1536  # what a CPU's caches hold, MiniLM to E5-base; accelerators take more (bridge_jax/index.py)
 DIGEST = 32  # bytes of the sha256 behind a shard's vectors
 
 
@@ -35,7 +36,7 @@ def encode_shards(
     part: tuple[int, int] = (0, 1),
     assembled: int = 0,
     *,
-    batch_size: int = 64,
+    batch_tokens: int = BATCH_TOKENS,
     shard_rows: int = SHARD_ROWS,
 ) -> None:
     """Encodes the passages (`corpus.contents`, with the encoder's passage prefix) of every n-th shard that is not there yet.
@@ -47,7 +48,7 @@ def encode_shards(
         encoder and corpus (retrieval/index.py compares manifests first).
       part: (i, n): shards i, i + n, i + 2n, ...
       assembled: rows that have been put together already.
-      batch_size: passages a forward pass.
+      batch_tokens: tokens a forward pass.
       shard_rows: passages a shard; shards of another size are encoded anew.
     """
     rows, folder = len(corpus), out / SHARDS
@@ -58,7 +59,7 @@ def encode_shards(
     left = sum(stop - start for start, stop in missing)
     label = "encoding" if part[1] == 1 else f"encoding {part[0]}/{part[1]}"
     with track(label, total, "passages", total - left) as advance:
-        for (start, stop), batches in _encoded(encoder, corpus, missing, batch_size):
+        for (start, stop), batches in _encoded(encoder, corpus, missing, batch_tokens):
             vectors = np.empty((stop - start, encoder.dim), BFLOAT16)
             for chosen, found in batches:
                 _refuse_nonfinite(found, corpus, start + np.asarray(chosen))
@@ -67,7 +68,7 @@ def encode_shards(
             _write(folder, (start, stop), vectors)
 
 
-def _encoded(encoder, corpus: Corpus, spans, batch_size: int) -> Iterator[tuple[tuple[int, int], Iterator]]:
+def _encoded(encoder, corpus: Corpus, spans, batch_tokens: int) -> Iterator[tuple[tuple[int, int], Iterator]]:
     """(span, batches of (rows within it, vectors float32)). A shard's texts are read and tokenised, and its batches given to the
     devices, while those of the one before are computed."""
 
@@ -84,7 +85,7 @@ def _encoded(encoder, corpus: Corpus, spans, batch_size: int) -> Iterator[tuple[
             ids = ahead.pop().result()
             if i + 1 < len(spans):
                 ahead.append(reader.submit(tokenized, spans[i + 1]))
-            started = span, e5.dispatch(encoder, ids, batch_size=batch_size, fine=True)
+            started = span, e5.dispatch_many(encoder, ids, batch_tokens)
             if running is not None:
                 yield running[0], fetched(running[1])
             running = started

@@ -26,7 +26,7 @@ from bridge_jax.retrieval import manifest as manifests
 from bridge_jax.retrieval import scann_index, tuning
 from bridge_jax.retrieval.corpus import Corpus, Source
 from bridge_jax.retrieval.device_index import DeviceIndex
-from bridge_jax.retrieval.embed import SHARD_ROWS, SHARDS, assemble, assembled_rows, encode_shards
+from bridge_jax.retrieval.embed import BATCH_TOKENS, SHARD_ROWS, SHARDS, assemble, assembled_rows, encode_shards
 from bridge_jax.retrieval.faiss_file import open_flat
 from bridge_jax.retrieval.manifest import FINISHED, UNFINISHED, Manifest
 from bridge_jax.retrieval.memory import refuse_too_big, shown_size
@@ -52,7 +52,7 @@ def build_index(
     kind: str = "auto",
     limit: int | None = None,
     *,
-    batch_size: int = 64,
+    batch_tokens: int = BATCH_TOKENS,
     force: bool = False,
     shard_rows: int = SHARD_ROWS,
     part: tuple[int, int] = (0, 1),
@@ -100,7 +100,7 @@ def build_index(
                 done = assembled_rows(out, wanted.rows, wanted.dim, store, shard_rows)
                 if part[1] > 1:
                     lock(fcntl.LOCK_SH)
-                encode_shards(encoder, corpus, out, part, done, batch_size=batch_size, shard_rows=shard_rows)
+                encode_shards(encoder, corpus, out, part, done, batch_tokens=batch_tokens, shard_rows=shard_rows)
                 while True:
                     lock(fcntl.LOCK_EX)
                     have = manifests.read(out)

@@ -18,6 +18,7 @@ from bridge_jax.retrieval.vectors import EmbeddingIndex, Int8Vectors, Vectors, v
 
 BRUTE_FORCE_BELOW = 20_000
 TREE_ABOVE = 100_000
+TRAINED_ON = 100  # passages a leaf
 INPUT = "input.f32"
 COPY_ROWS = 65_536
 
@@ -64,8 +65,9 @@ def tree_parameters(rows: int) -> ScannParameters:
 
 
 def build_bytes(rows: int, dim: int, store: str) -> int:
-    """Memory at the peak of a build: ScaNN's float32 copy, and what it keeps. (Its input is a file, the page cache's.)"""
-    return rows * dim * 4 + load_bytes(rows, dim, store)
+    """Memory at the peak of a build: ScaNN's float32 copy, its training samples, what it keeps. (Its input is a file's pages.)"""
+    samples = 3 * min(rows, TRAINED_ON * choose_parameters(rows, dim).leaves) + 2 * min(rows, 100_000)
+    return (rows + samples) * dim * 4 + load_bytes(rows, dim, store)
 
 
 def load_bytes(rows: int, dim: int, store: str) -> int:
@@ -96,7 +98,7 @@ class ScannIndex(EmbeddingIndex):
                 builder = builder.tree(
                     parameters.leaves,
                     parameters.leaves_to_search,
-                    training_sample_size=min(len(embeddings), 100 * parameters.leaves),
+                    training_sample_size=min(len(embeddings), TRAINED_ON * parameters.leaves),
                 )
             if parameters.dims_per_block:
                 builder = builder.score_ah(parameters.dims_per_block, anisotropic_quantization_threshold=0.2)

@@ -224,7 +224,7 @@ def dying(*args, **kwargs):
         os.kill(os.getpid(), signal.SIGKILL)
     return inner(*args, **kwargs)
 setattr(embed, stage, dying)
-build_index(corpus, e5.load(encoder, max_length=64), out, kind="exact", batch_size=8, shard_rows=64, store=store)
+build_index(corpus, e5.load(encoder, max_length=64), out, kind="exact", batch_tokens=400, shard_rows=64, store=store)
 """
 
 
@@ -234,7 +234,7 @@ def whole(tmp_path_factory, corpus_file, encoder):
     found = {}
     for store in ("bfloat16", "int8"):
         out = tmp_path_factory.mktemp(store)
-        build_index(corpus_file, encoder, out, kind="exact", batch_size=8, shard_rows=64, store=store)
+        build_index(corpus_file, encoder, out, kind="exact", batch_tokens=400, shard_rows=64, store=store)
         found[store] = {file.name: file.read_bytes() for file in out.iterdir() if file.name.startswith("embeddings")}
     return found
 
@@ -252,7 +252,7 @@ def test_a_killed_build_goes_on_and_writes_the_same_bytes(
     assert done.returncode == -signal.SIGKILL, done.stderr
     with pytest.raises(UserError, match="unfinished"):
         open_index(out)
-    options = {"kind": "exact", "batch_size": 8, "shard_rows": 64, "store": store}
+    options = {"kind": "exact", "batch_tokens": 400, "shard_rows": 64, "store": store}
     with pytest.raises(UserError, match="unfinished index with max length 64, not 32"):
         build_index(corpus_file, load(encoder_folder, max_length=32), out, **options)
     shards = sorted((out / "shards").iterdir())
@@ -273,7 +273,7 @@ def test_a_killed_build_goes_on_and_writes_the_same_bytes(
 
 def test_parts_are_encoded_apart_and_the_last_one_finishes(tmp_path, corpus_file, encoder, whole, caplog):
     caplog.set_level("INFO")
-    options = {"kind": "exact", "batch_size": 8, "shard_rows": 64}
+    options = {"kind": "exact", "batch_tokens": 400, "shard_rows": 64}
     for i in (2, 0):
         assert build_index(corpus_file, encoder, tmp_path, part=(i, 3), **options) is None
         assert f"part {i}/3 is encoded" in caplog.text and not (tmp_path / "manifest.json").exists()
@@ -314,10 +314,10 @@ def test_two_builds_of_one_folder_do_not_mix(tmp_path, corpus_file, encoder_fold
 
 def test_batch_size_and_shards_do_not_change_the_vectors(tmp_path, corpus, encoder):
     found = []
-    for name, batch, shard in (("a", 4, 32), ("b", 64, 1000)):
+    for name, batch, shard in (("a", 100, 32), ("b", 4000, 1000)):
         out = tmp_path / name
         out.mkdir()
-        encode_shards(encoder, corpus, out, batch_size=batch, shard_rows=shard)
+        encode_shards(encoder, corpus, out, batch_tokens=batch, shard_rows=shard)
         assert assemble(out, len(corpus), encoder.dim, "bfloat16", shard_rows=shard)
         found.append(open_vectors(out, len(corpus), encoder.dim).astype(np.float32))
     np.testing.assert_allclose(found[0], found[1], atol=4e-3)
@@ -514,7 +514,7 @@ BAD = '{"id": "a", "contents": "x"}\n{"id": "b"}\n'
         ({"--shard": "4/4"}, "--shard is '4/4'"),
         ({"--recall": 1.5}, "--recall is 1.5"),
         ({"--faiss": "/nowhere.index", "--limit": 200, "--out": "new"}, "/nowhere.index: cannot be read"),
-        ({"--batch-size": 0}, "--batch-size is 0"),
+        ({"--batch-tokens": 0}, "--batch-tokens is 0"),
         ({"--max-length": 100_000}, "max_length 100000"),
         ({"--out": __file__}, "is a file"),
         ({"--out": os.path.dirname(__file__)}, "give a new or empty folder"),
