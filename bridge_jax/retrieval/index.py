@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 KINDS = ("auto", "scann", "exact", "approx")
 SCANN, SCANN_PARTIAL, LOCK = "scann", "scann.partial", "building.lock"
 OWN_FILES = {SHARDS, SCANN, SCANN_PARTIAL, LOCK, FINISHED, UNFINISHED, f"{FINISHED}.tmp", f"{UNFINISHED}.tmp"}
-OWN_FILES |= STORE_FILES | {f"{name}.partial" for name in STORE_FILES}
+OWN_FILES |= STORE_FILES | {f"{name}.part" for name in STORE_FILES}
 IMPORT_ROWS = 65_536
 POLL_SECONDS = 2.0
 
@@ -101,6 +101,8 @@ def build_index(
                 if part[1] > 1:
                     lock(fcntl.LOCK_SH)
                 encode_shards(encoder, corpus, out, part, done, batch_tokens=batch_tokens, shard_rows=shard_rows)
+                if wait:
+                    log.info("%s: part %d/%d is encoded; waiting for the others", out, *part)
                 while True:
                     lock(fcntl.LOCK_EX)
                     have = manifests.read(out)

@@ -78,7 +78,7 @@ class Service:
 
     def _warm_up(self, tower: Tower) -> None:
         """Compiles what queries need: a new length or batch must not make a client wait."""
-        for words in (1, 24, 48):
+        for words in (1, 24):
             for count in (1, 64):
                 self._encode(tower, ["word " * words] * count)
 

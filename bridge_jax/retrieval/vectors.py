@@ -78,7 +78,7 @@ def open_vectors(folder: Path, rows: int, dim: int, store: str = "bfloat16") -> 
 
 
 class VectorWriter:
-    """Appends vectors to the files of a store, under names ending in .partial until `close`. Goes on with what a kill has left.
+    """Appends vectors to the files of a store, under names ending in .part until `close`. Goes on with what a kill has left.
 
     Attributes:
       rows: how many are written.
@@ -90,9 +90,9 @@ class VectorWriter:
         self.rows = self.written(folder, dim, store) // keep_multiple * keep_multiple if keep_multiple else 0
         self._files = []
         for name, dtype, width in STORES[store]:
-            if self.rows and not (folder / f"{name}.partial").exists():
-                os.replace(folder / name, folder / f"{name}.partial")
-            file = open(folder / f"{name}.partial", "ab")  # noqa: SIM115
+            if self.rows and not (folder / f"{name}.part").exists():
+                os.replace(folder / name, folder / f"{name}.part")
+            file = open(folder / f"{name}.part", "ab")  # noqa: SIM115
             file.truncate(self.rows * (width or dim) * dtype.itemsize)
             self._files.append(file)
 
@@ -102,7 +102,7 @@ class VectorWriter:
         rows = []
         for name, dtype, width in STORES[store]:
             # A kill in `close` leaves some of the files with their names.
-            file = next((f for f in (folder / f"{name}.partial", folder / name) if f.exists()), None)
+            file = next((f for f in (folder / f"{name}.part", folder / name) if f.exists()), None)
             rows.append(file.stat().st_size // ((width or dim) * dtype.itemsize) if file else 0)
         return min(rows)
 
@@ -118,7 +118,7 @@ class VectorWriter:
     def close(self) -> None:
         for file, (name, _, _) in zip(self._files, STORES[self._store], strict=True):
             file.close()
-            os.replace(self._folder / f"{name}.partial", self._folder / name)
+            os.replace(self._folder / f"{name}.part", self._folder / name)
 
 
 def rescore(embeddings: Vectors, queries: np.ndarray, candidates: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
