@@ -28,6 +28,7 @@ ENCODER = "minilm-l6-v2"
 MAX_LENGTH = 256
 QUERIES = 512
 QUICK_PASSAGES = 600
+PAPER_QUERIES, PAPER_TURNS = round(512 * 8 * 1.5), 512  # a step's searches, and those credited (paper_scale.py)
 
 
 def encoded(args: argparse.Namespace, root: Path) -> dict:
@@ -153,9 +154,25 @@ def serve(bench, clients: int, requests_each: int = 10) -> dict:
     }
 
 
-def steps() -> dict:
-    """Query encoding and search as a share of a training step, from the runs whose metrics lie in results/."""
+def steps(scaling: dict) -> dict:
+    """Query encoding and search as a share of a training step, from the runs whose metrics lie in results/.
+
+    And at the paper's scale: the predicted search of a step's queries over 21,015,324 x 768 on this machine's cores, without their
+    encoding, against the step of `paper_scale.py` on one H200.
+    """
     found = {}
+    predicted = scaling.get("768", {}).get("predicted", {}).get("scann")
+    paper = runs.RESULTS / "paper_scale.json"
+    if predicted and paper.exists():
+        step = json.loads(paper.read_text(encoding="utf-8"))
+        seconds = sum(step["by_turns"][str(PAPER_TURNS)]["seconds"].values())
+        search = PAPER_QUERIES * predicted["milliseconds"] / 1e3
+        found["paper scale"] = {
+            "queries": PAPER_QUERIES,
+            "search_seconds": search,
+            "step_seconds": seconds,
+            "share": search / seconds,
+        }
     for file in sorted(runs.RESULTS.glob("*.metrics.jsonl")):
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         shares = [row["time/retrieval"] / row["time/step"] for row in rows if "time/retrieval" in row]
