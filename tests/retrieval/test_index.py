@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -26,6 +27,7 @@ from bridge_jax.retrieval.retriever import RetrievalFault, Retriever, recall_at
 from bridge_jax.retrieval.scann_index import ScannParameters
 from bridge_jax.retrieval.vectors import open_vectors
 from tests.retrieval.conftest import passages, write_jsonl
+from tests.virtual_devices import run_on_devices
 
 LORA = LoRAConfig(rank=4, targets=("query", "key", "value", "attention_output"))
 needs_scann = pytest.mark.skipif(not scann_index.available(), reason="scann is not installed")
@@ -419,6 +421,33 @@ def test_faiss_files_that_do_not_fit_are_refused_and_bad_vectors_counted(tmp_pat
     assert "2 of 300 vectors are zero or not finite" in caplog.text
     assert json.loads((tmp_path / "i" / "manifest.json").read_text())["unusable"] == 2
     assert not set(index.search(vectors[[5, 9]], 40)[1].ravel()) & {5, 9}
+
+
+SPLIT = """
+import sys
+import jax
+import numpy as np
+from bridge_jax import index as command
+from bridge_jax.models import e5
+from bridge_jax.retrieval.vectors import open_vectors
+from pathlib import Path
+corpus, folder, out = sys.argv[1:]
+assert jax.local_device_count() == 4
+for name in ("float32", "bfloat16"):
+    arguments = ["--corpus", corpus, "--encoder", folder, "--out", f"{out}/{name}", "--max-length", "64", "--kind", "exact"]
+    assert command.main([*arguments, "--dtype", name, "--batch-tokens", "300"]) == 0
+    np.save(f"{out}/{name}.npy", np.asarray(open_vectors(Path(out, name), 300, 32)).astype(np.float32))
+print("same")
+"""
+
+
+def test_encoding_split_over_four_devices_gives_the_same_vectors(tmp_path, built, corpus_file, encoder_folder):
+    script = SPLIT.replace("sys.argv[1:]", repr([str(corpus_file), str(encoder_folder), str(tmp_path)]))
+    done = run_on_devices(4, script, Path(__file__).parent)
+    assert done.stdout.endswith("same\n"), done.stderr
+    one = open_vectors(built, 300, 32).astype(np.float32)
+    np.testing.assert_allclose(np.load(tmp_path / "float32.npy"), one, atol=4e-3)
+    assert 0.98 < np.einsum("nd,nd->n", np.load(tmp_path / "bfloat16.npy"), one).min() < 1 - 1e-6
 
 
 # The retriever --------------------------------------------------------------------------------------------------------
