@@ -5,6 +5,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 JAX = "jax>=0.10,<0.13"
+SERVE = ["starlette>=0.47,<2", "uvicorn>=0.34,<1", "prometheus-client>=0.21,<1"]
+BM25 = ["bm25s>=0.2.14,<1"]
 
 setup(
     name="bridge-jax",
@@ -36,6 +38,7 @@ setup(
         "pyarrow>=18",
         "requests>=2.31,<3",
         "rich>=13,<16",
+        "requests>=2.32,<3",
     ],
     extras_require={
         "tpu": ["jax[tpu]>=0.10,<0.13"],
@@ -44,6 +47,8 @@ setup(
         "gcs": ["gcsfs>=2025.2"],
         "wandb": ["wandb>=0.19,<1"],
         "tensorboard": ["tensorboardX>=2.6,<3"],
+        "serve": SERVE,
+        "bm25": BM25,
         "bench": ["matplotlib>=3.9,<4"],
         "peers": ["google-tunix==0.1.7", "trl==1.16.0", "torch==2.13.0"],
         "test": [
@@ -54,6 +59,8 @@ setup(
             "torch==2.13.0",
             "peft>=0.17,<1",
             "faiss-cpu>=1.9,<2",
+            *SERVE,
+            *BM25,
         ],
     },
     classifiers=[

@@ -26,6 +26,7 @@ WORKERS = Path(__file__).parent / "peers"
 OURS = "ours"
 # What installs the peer of a column. `pip install 'bridge-jax[peers]'` installs them all.
 REQUIREMENTS = {"tunix": "google-tunix==0.1.7", "hf": "torch==2.13.0 transformers", "trl": "trl==1.16.0 torch==2.13.0"}
+REQUIREMENTS["sentence_transformers"] = "sentence-transformers torch==2.13.0"
 
 
 def parser(description: str, rounds: int, peers: bool = True) -> argparse.ArgumentParser:

@@ -54,10 +54,12 @@ def default() -> ConfigDict:
     c.retriever.lora_alpha = 32.0
 
     c.index = ConfigDict()
-    c.index.corpus = "embedded"  # jsonl of {id, contents}, or "embedded" or "mini"
-    c.index.folder = ""  # "" = built on first use in the cache, keyed by encoder and corpus
-    c.index.kind = "auto"  # auto | scann | exact
+    c.index.corpus = "embedded"  # passages (retrieval/passages.py), or "embedded" or "mini"; "a,b" = several corpora, merged
+    c.index.folder = ""  # "" = built on first use in the cache, keyed by encoder and corpus; "a,b" = one for each corpus
+    c.index.kind = "auto"  # auto | scann | exact | approx (exact and approx: on the devices) | bm25 (with a frozen retriever)
     c.index.limit = 0  # first rows of the corpus only; 0 = all
+    c.index.merge = "score"  # of several: score | rank (reciprocal rank: each corpus's first, then each one's second, ...)
+    c.index.server = ""  # "http://host:port,..." = python -m bridge_jax.serve holds the index; the corpus is read here
 
     c.data = ConfigDict()
     c.data.train = ("nq", "hotpotqa")  # files, official names, embedded/<set> or mini/<set>
@@ -264,7 +266,8 @@ _CHOICES = {
     "policy.algorithm": ("grpo", "ppo"),
     "policy.compute_dtype": ("float32", "bfloat16"),
     "policy.attention": ("auto", "xla", "cudnn", "splash"),
-    "index.kind": ("auto", "scann", "exact"),
+    "index.kind": ("auto", "scann", "exact", "approx", "bm25"),
+    "index.merge": ("score", "rank"),
     "grpo.advantage": ("grpo", "dr_grpo"),
     "grpo.aggregation": ("token_mean", "seq_mean", "dr_grpo"),
     "credit.target": ("answer", "next_action", "both"),
@@ -346,6 +349,13 @@ def validate(config: ConfigDict) -> None:
         if given[name] > 1:
             raise UserError(f"config.{name}={given[name]!r}: must be at most 1")
     method = methods.method_of(config)
+    if config.index.kind == "bm25" and method.trains_retriever:
+        frozen = ", ".join(name for name, other in methods.METHODS.items() if not other.trains_retriever)
+        raise UserError(f"config.index.kind=bm25: method {config.method.name} trains an encoder: use scann or exact, or {frozen}")
+    if config.index.server and config.index.folder:
+        raise UserError(
+            "config.index.server and config.index.folder are both set: the server has its index; leave one of them empty"
+        )
     if config.policy.algorithm == "ppo" and method.trains_retriever:
         frozen = ", ".join(name for name, other in methods.METHODS.items() if not other.trains_retriever)
         raise UserError(

@@ -37,6 +37,7 @@ from bridge_jax.models.layers import INIT, Dense, Embed
 from bridge_jax.models.lora import LoRAConfig, check_lora
 
 LENGTHS = (16, 32, 64, 96, 128, 192, 256, 512)  # padded lengths: one compilation each
+FINE_LENGTHS = (*range(16, 257, 16), *range(320, 513, 64))  # less padding, for many texts: more compilations pay
 FEW_ROWS = 8  # what does not fill a batch goes in batches of this size: two batch shapes, little padding
 
 # What a checkpoint may hold beside the encoder, to no effect: the pooler and the pretraining heads of BERT, a buffer of positions.
@@ -339,10 +340,12 @@ def tokenize(encoder: Encoder, texts: Sequence[str], kind: str) -> list[list[int
     return encoder.tokenizer([prefix + text for text in texts], truncation=True, max_length=encoder.max_length)["input_ids"]
 
 
-def pad(encoder: Encoder, ids: Sequence[Sequence[int]], rows: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+def pad(
+    encoder: Encoder, ids: Sequence[Sequence[int]], rows: int | None = None, lengths: Sequence[int] = LENGTHS
+) -> tuple[np.ndarray, np.ndarray]:
     """Id lists -> (tokens, mask), both [rows, T] int32: T is the bucket of the longest, rows beyond the lists are empty."""
     rows = len(ids) if rows is None else rows
-    length = padded_length(max(map(len, ids)), encoder.max_length)
+    length = padded_length(max(map(len, ids)), encoder.max_length, lengths)
     tokens = np.full((rows, length), encoder.module.config.pad_token_id, np.int32)
     mask = np.zeros((rows, length), np.int32)
     for row, line in enumerate(ids):
@@ -351,9 +354,9 @@ def pad(encoder: Encoder, ids: Sequence[Sequence[int]], rows: int | None = None)
     return tokens, mask
 
 
-def padded_length(length: int, max_length: int) -> int:
+def padded_length(length: int, max_length: int, lengths: Sequence[int] = LENGTHS) -> int:
     """The smallest bucket that holds `length` tokens, at most `max_length`."""
-    return min(max_length, next((n for n in LENGTHS if n >= length), max_length))
+    return min(max_length, next((n for n in lengths if n >= length), max_length))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -373,9 +376,6 @@ def embed(
     Texts are sorted by length and padded to few shapes, so a handful of programs is compiled however many texts come.
     """
     ids = tokenize(encoder, texts, kind)
-    variables = {"params": encoder.params} if lora is None else {"params": encoder.params, "lora": lora}
-    mesh = encoder.module.mesh
-    ways = batch_ways(mesh)
     by_length: dict[int, list[int]] = {}
     for row in sorted(range(len(ids)), key=lambda row: len(ids[row])):
         by_length.setdefault(padded_length(len(ids[row]), encoder.max_length), []).append(row)
@@ -385,12 +385,36 @@ def embed(
         few = min(FEW_ROWS, batch_size)
         batches = [(members[i : i + batch_size], batch_size) for i in range(0, full, batch_size)]
         batches += [(members[i : i + few], few) for i in range(full, len(members), few)]
-        for batch, rows in batches:
-            arrays = pad(encoder, [ids[row] for row in batch], -(-rows // ways) * ways)
-            if mesh is not None:
-                arrays = jax.device_put(arrays, batch_sharding(mesh))
-            pending.append((batch, _apply(encoder.module, variables, *arrays)))  # not waited for: the host pads the next one
+        pending += [(batch, _dispatch(encoder, [ids[row] for row in batch], rows, LENGTHS, lora)) for batch, rows in batches]
     out = np.empty((len(ids), encoder.dim), np.float32)
     for batch, vectors in pending:
         out[batch] = np.asarray(vectors)[: len(batch)]
     return out
+
+
+def dispatch_many(encoder: Encoder, ids: Sequence[Sequence[int]], batch_tokens: int) -> list[tuple[list[int], jax.Array]]:
+    """Begins to encode very many texts -> (rows of `ids`, their vectors [at least so many, D]) for every batch; waits for nothing.
+
+    Batches are cut from all texts in the order of their lengths, the longest first, and hold about `batch_tokens` tokens, padded to
+    FINE_LENGTHS: one shape a length.
+    """
+    order = sorted(range(len(ids)), key=lambda row: -len(ids[row]))
+    pending, at = [], 0
+    while at < len(order):
+        length = padded_length(len(ids[order[at]]), encoder.max_length, FINE_LENGTHS)
+        rows = max(FEW_ROWS, batch_tokens // length // FEW_ROWS * FEW_ROWS)
+        batch = order[at : at + rows]
+        pending.append((batch, _dispatch(encoder, [ids[row] for row in batch], rows, FINE_LENGTHS)))
+        at += rows
+    return pending
+
+
+def _dispatch(encoder: Encoder, ids, rows: int, lengths: Sequence[int], lora: Mapping | None = None) -> jax.Array:
+    """One batch, not waited for: the host pads the next one meanwhile."""
+    variables = {"params": encoder.params} if lora is None else {"params": encoder.params, "lora": lora}
+    mesh = encoder.module.mesh
+    ways = batch_ways(mesh)
+    arrays = pad(encoder, ids, -(-rows // ways) * ways, lengths)
+    if mesh is not None:
+        arrays = jax.device_put(arrays, batch_sharding(mesh))
+    return _apply(encoder.module, variables, *arrays)

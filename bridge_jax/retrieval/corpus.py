@@ -1,9 +1,8 @@
-r"""The passages: a JSON-lines file, memory-mapped, with an offsets table so that any row is read in O(1).
+"""The passages of a run: one memory-mapped file of JSON lines, with an offsets table so that any row is read in O(1).
 
-One line is one passage in Search-R1's wiki-18 record, `{"id": "...", "contents": "\"Title\"\ntext"}`. The file is read once,
-checked row by row, and the offsets are cached; afterwards a corpus of any size opens at once and holds no Python object per row.
-
-Lines end at `\n` and nowhere else: U+2028, U+0085 or form feeds inside a passage are part of its text.
+A single plain JSON-lines file is mapped as it is. Anything else that passages.py reads (gzip, DPR's table, several files) is first
+streamed into one such file in the cache. The rows are read once, checked one by one, and their offsets are cached: then a corpus
+of any size opens at once and holds no Python object per row. Reading takes the same memory whatever the corpus.
 """
 
 from __future__ import annotations
@@ -15,91 +14,94 @@ import json
 import mmap
 import operator
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
+from bridge_jax.data.cache import cache_dir
 from bridge_jax.errors import UserError
+from bridge_jax.retrieval.passages import BOM, Passage, contents_of, expand, is_plain, parse, passage_of, read_records
 from bridge_jax.retrieval.progress import track
 
-FORMAT = 1
+FORMAT = 2
 HEADER_BYTES = 4096
-BOM = b"\xef\xbb\xbf"
 SHOW_PROGRESS_ABOVE = 256 << 20
+RUN_ROWS = 1 << 20  # ids sorted at a time
 
-
-@dataclass(frozen=True)
-class Passage:
-    """One passage. `title` is empty when the record carries none."""
-
-    id: str
-    title: str
-    text: str
+Source = str | os.PathLike | Sequence[str | os.PathLike]
 
 
 class Corpus:
     """Read-only sequence of passages. Use `Corpus.open`.
 
     Attributes:
-      path: the JSON-lines file.
-      fingerprint: sha256 over the (id, contents) of all rows, in order; independent of spacing and of other fields.
+      path: what `open` was given, absolute: a file, or a list of files; together with `limit` it opens the same corpus again.
+      limit: of `open`.
+      fingerprint: sha256 over the (id, contents) of all rows, in order; independent of spacing, other fields and the files' form.
     """
 
-    def __init__(self, path: Path, data: mmap.mmap, table: _Table):
-        self.path = path
+    def __init__(self, files: Sequence[Path], limit: int | None, data: mmap.mmap, table: _Table):
+        self.path: Path | list[Path] = files[0].absolute() if len(files) == 1 else [file.absolute() for file in files]
+        self.limit = limit
         self.fingerprint: str = table.fingerprint
         self._data = data
         self._table = table
 
     @classmethod
-    def open(cls, path: str | os.PathLike, limit: int | None = None) -> Corpus:
-        """Opens the first `limit` passages (all by default) of a JSON-lines file.
+    def open(cls, source: Source, limit: int | None = None) -> Corpus:
+        """Opens the first `limit` passages (all by default) of a file, a folder, a pattern or a list of these (`passages.expand`).
 
         Raises:
           UserError: missing file, a row that is not such a record (file, line and field are named), a duplicate id, no row at all.
         """
-        path = Path(path).expanduser()
         if limit is not None and limit < 1:
             raise UserError(f"limit is {limit}: the corpus needs at least 1 passage")
-        try:
-            with open(path, "rb") as file:
-                stat = os.fstat(file.fileno())
-                if stat.st_size == 0:
-                    raise UserError(f"{path}: holds no passage; give a JSON-lines file with one passage a line")
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except IsADirectoryError:
-            raise UserError(f"{path}: is a folder; give the JSON-lines file of the passages") from None
-        except FileNotFoundError:
-            raise UserError(f"{path}: no such corpus file; give a JSON-lines file with one passage a line") from None
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror}); give a readable JSON-lines file") from None
-        state = [FORMAT, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-        cached = _cache_file(path, limit)
-        table = _load_table(cached, state)
+        files = expand(source)
+        state = [FORMAT, *(number for file in files for number in _state(file))]
+        key = "\0".join([*(str(file.resolve()) for file in files), str(limit)])
+        folder, name = cache_dir() / "corpora", hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:24]
+        mapped = len(files) == 1 and is_plain(files[0])
+        text, offsets = files[0] if mapped else folder / f"{name}.passages.jsonl", folder / f"{name}.offsets"
+        table = _load_table(offsets, state) if text.exists() else None
         if table is None:
-            _save_table(cached, state, _scan(path, limit))
-            table = _load_table(cached, state)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                _scan(files, limit, offsets, state, None if mapped else text)
+            except OSError as error:
+                where = error.filename or folder
+                raise UserError(
+                    f"{where}: cannot be written ({error.strerror}); set BRIDGE_JAX_CACHE to a writable folder"
+                ) from None
+            table = _load_table(offsets, state)
             if table is None:
-                raise UserError(f"{path}: the offsets cache {cached} cannot be read back; set BRIDGE_JAX_CACHE to another folder")
-        return cls(path, data, table)
+                raise UserError(
+                    f"{source}: the offsets cache {offsets} cannot be read back; set BRIDGE_JAX_CACHE to another folder"
+                )
+        with open(text, "rb") as file:
+            return cls(files, limit, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), table)
 
     def __len__(self) -> int:
         return len(self._table.starts)
 
     def __getitem__(self, row: int) -> Passage:
-        record = self._record(row)
-        title, text = split_contents(record["contents"])
-        return Passage(str(record["id"]), title, text)
+        return passage_of(self._record(row))
 
     def __iter__(self) -> Iterator[Passage]:
         return (self[row] for row in range(len(self)))
 
     def contents(self, row: int) -> str:
-        """The record's `contents`, unchanged: what the passage tower embeds, quoted title included, as Search-R1's index does."""
-        return self._record(row)["contents"]
+        """What the passage tower embeds: the record's `contents`, unchanged, quoted title included, as Search-R1's index does."""
+        return contents_of(self._record(row))
+
+    def document(self, row: int) -> dict[str, str]:
+        """{"id", "contents"}: what a retrieval server returns."""
+        record = self._record(row)
+        return {"id": str(record["id"]), "contents": contents_of(record)}
 
     def row_of(self, passage_id: str) -> int:
         """The row of an id; KeyError when the corpus has no such passage."""
@@ -116,21 +118,131 @@ class Corpus:
         row = operator.index(row)
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of a corpus of {len(self)} passages")
-        start = int(self._table.starts[row])
-        end = self._data.find(b"\n", start)
-        return json.loads(self._data[start : end if end >= 0 else None].decode("utf-8"))
+        return _record_at(self._data, int(self._table.starts[row]))
 
 
-def split_contents(contents: str) -> tuple[str, str]:
-    r"""`'"Title"\ntext'` -> (title, text). Contents that do not begin with a quoted line have no title."""
-    first, _, rest = contents.partition("\n")
-    first = first.removesuffix("\r")
-    if len(first) >= 2 and first[0] == first[-1] == '"':
-        return first[1:-1], rest
-    return "", contents
+def _record_at(data: mmap.mmap, start: int) -> dict:
+    end = data.find(b"\n", start)
+    return json.loads(data[start : end if end >= 0 else None].decode("utf-8"))
 
 
-# The table of a corpus ------------------------------------------------------------------------------------------------
+def _state(file: Path) -> list[int]:
+    try:
+        with open(file, "rb") as stream:
+            stat = os.fstat(stream.fileno())
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); give a readable JSON-lines file") from None
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+
+
+# Reading once ---------------------------------------------------------------------------------------------------------
+
+
+def _id_hash(passage_id: str) -> np.uint64:
+    digest = hashlib.blake2b(passage_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return np.uint64(int.from_bytes(digest, "little"))
+
+
+def _scan(files: Sequence[Path], limit: int | None, offsets: Path, state: list[int], copy: Path | None) -> None:
+    """Reads and checks the files once; writes the table to `offsets`, and the rows to `copy` unless the file is mapped as it is.
+
+    Both appear whole, the table last.
+    """
+    size = sum(file.stat().st_size for file in files)
+    quiet = contextlib.nullcontext(lambda n: None)
+    content, rows = hashlib.sha256(), 0
+    with contextlib.ExitStack() as stack:
+        advance = _in_mebibytes(stack.enter_context(track("reading", size >> 20, "MiB") if size > SHOW_PROGRESS_ABOVE else quiet))
+        table = stack.enter_context(_TableWriter(offsets, state))
+        text = stack.enter_context(_whole_file(copy)) if copy else None
+        for start, passage_id, contents, line in _rows(files, copy is None, advance):
+            table.add(start, int(_id_hash(passage_id)))
+            one, two = passage_id.encode(), contents.encode()
+            content.update(b"%d %d " % (len(one), len(two)))
+            content.update(one)
+            content.update(two)
+            if text is not None:
+                text.write(line)
+            rows += 1
+            if limit is not None and rows >= limit:
+                break
+        if not rows:
+            raise UserError(f"{files[0]}: holds no passage; give a JSON-lines file with one passage a line")
+        suspects = table.finish(content.hexdigest())
+        if text is not None:
+            text.flush()
+        _refuse_duplicates(files, Path(text.name) if text is not None else files[0], table.starts(suspects), suspects, copy is None)
+
+
+def _in_mebibytes(advance):
+    """`advance` told bytes, which hears of whole MiB."""
+    left = 0
+
+    def add(count: int) -> None:
+        nonlocal left
+        left += count
+        if left >= 1 << 20:
+            advance(left >> 20)
+            left &= (1 << 20) - 1
+
+    return add
+
+
+def _rows(files: Sequence[Path], mapped: bool, advance) -> Iterator[tuple[int, str, str, bytes]]:
+    """-> (byte offset of the row in the mapped file, id, contents, the row as a line of the copy)."""
+    at = 0
+    if mapped:
+        with open(files[0], "rb") as stream:
+            for number, raw in enumerate(stream, 1):
+                skip = len(BOM) if number == 1 and raw.startswith(BOM) else 0
+                if raw[skip:].strip(b" \t\r\n"):
+                    record = parse(raw[skip:], f"{files[0]}, line {number}")
+                    yield at + skip, record["id"], contents_of(record), b""
+                at += len(raw)
+                advance(len(raw))
+        return
+    for file in files:
+        for _, record in read_records(file, advance):
+            contents = contents_of(record)
+            if "contents" in record and contents is record["contents"]:
+                kept = {"id": record["id"], "contents": contents}
+            else:
+                passage = passage_of(record)
+                kept = {"id": passage.id, "title": passage.title, "text": passage.text}
+            line = json.dumps(kept, ensure_ascii=False).encode() + b"\n"
+            yield at, record["id"], contents, line
+            at += len(line)
+
+
+def _refuse_duplicates(files, text: Path, starts: np.ndarray, rows: np.ndarray, mapped: bool) -> None:
+    """UserError when two of the suspect rows (those whose ids have the same hash) have the same id."""
+    seen: dict[str, tuple[int, int]] = {}
+    with open(text, "rb") as file:
+        for start, row in zip(starts.tolist(), rows.tolist()):
+            file.seek(start)
+            passage_id = str(json.loads(file.readline().decode("utf-8"))["id"])
+            if passage_id in seen:
+                if mapped:
+                    first, second = (f"line {_line_of(text, s)}" for s in (seen[passage_id][0], start))
+                    raise UserError(f"{text}, {second}: field 'id' {passage_id!r} is that of {first} too; make ids unique")
+                where = ", ".join(dict.fromkeys([str(files[0]), str(files[-1])]))
+                raise UserError(
+                    f"{where}: field 'id' {passage_id!r} is that of passages {seen[passage_id][1] + 1:,} and {row + 1:,}, counted "
+                    "over the files; make ids unique"
+                )
+            seen[passage_id] = start, row
+
+
+def _line_of(path: Path, offset: int) -> int:
+    line = 1
+    with open(path, "rb") as file:
+        while offset > 0 and (block := file.read(min(1 << 20, offset))):
+            line += block.count(b"\n")
+            offset -= len(block)
+    return line
+
+
+# The table: one file, replaced atomically -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -143,112 +255,13 @@ class _Table:
     fingerprint: str
 
 
-def _id_hash(passage_id: str) -> np.uint64:
-    digest = hashlib.blake2b(passage_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return np.uint64(int.from_bytes(digest, "little"))
-
-
-def _parse(raw: bytes, where: str) -> tuple[bytes, bytes]:
-    """One line -> (id, contents) as UTF-8. `where` is `file, line n`."""
-    try:
-        record = json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 at byte {error.start}; convert the file to UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f'{where}: not JSON ({error}); every line must be {{"id": ..., "contents": ...}}') from None
-    if not isinstance(record, dict):
-        raise UserError(f'{where}: not a JSON object; every line must be {{"id": ..., "contents": ...}}')
-    values = []
-    for field in ("id", "contents"):
-        if field not in record:
-            raise UserError(f"{where}: field {field!r} is missing; every passage needs 'id' and 'contents'")
-        value = record[field]
-        if field == "id" and type(value) is int:
-            value = str(value)
-        if not isinstance(value, str):
-            raise UserError(f"{where}: field {field!r} is {json.dumps(value)[:40]}; it must be a string")
-        if not value.strip():
-            raise UserError(f"{where}: field {field!r} is empty; fill it or delete the line")
-        try:
-            values.append(value.encode("utf-8"))
-        except UnicodeEncodeError:
-            raise UserError(f"{where}: field {field!r} holds half a surrogate pair; write real Unicode characters") from None
-    return values[0], values[1]
-
-
-def _scan(path: Path, limit: int | None) -> _Table:
-    """Reads and checks the file once. Memory: 16 bytes a row."""
-    starts, hashes, content = array.array("q"), array.array("Q"), hashlib.sha256()
-    size = path.stat().st_size
-    quiet = contextlib.nullcontext(lambda n: None)
-    with open(path, "rb") as file, track("reading", size >> 20, "MiB") if size > SHOW_PROGRESS_ABOVE else quiet as advance:
-        at = shown = 0
-        for line, raw in enumerate(file, 1):
-            skip = len(BOM) if line == 1 and raw.startswith(BOM) else 0
-            if line == 1 and raw.startswith(b"\x1f\x8b"):
-                raise UserError(f"{path}: is gzip-compressed; unpack it with gunzip first")
-            if raw[skip:].strip(b" \t\r\n"):
-                passage_id, contents = _parse(raw[skip:], f"{path}, line {line}")
-                starts.append(at + skip)
-                hashes.append(int.from_bytes(hashlib.blake2b(passage_id, digest_size=8).digest(), "little"))
-                content.update(b"%d %d " % (len(passage_id), len(contents)))
-                content.update(passage_id)
-                content.update(contents)
-            at += len(raw)
-            if (at >> 20) > shown:
-                advance((at >> 20) - shown)
-                shown = at >> 20
-            if limit is not None and len(starts) >= limit:
-                break
-    if not starts:
-        raise UserError(f"{path}: holds no passage; give a JSON-lines file with one passage a line")
-    starts, hashes = np.frombuffer(starts, np.int64), np.frombuffer(hashes, np.uint64)
-    order = np.argsort(hashes, kind="stable")
-    table = _Table(starts, hashes[order], order, content.hexdigest())
-    _refuse_duplicates(path, table)
-    return table
-
-
-def _refuse_duplicates(path: Path, table: _Table) -> None:
-    same = table.hashes[1:] == table.hashes[:-1]
-    suspects = np.unique(np.concatenate([table.order[1:][same], table.order[:-1][same]]))
-    seen: dict[str, int] = {}
-    with open(path, "rb") as file:
-        for row in suspects:
-            start = int(table.starts[row])
-            file.seek(start)
-            passage_id = str(json.loads(file.readline().decode("utf-8"))["id"])
-            if passage_id in seen:
-                first, second = (_line_of(path, s) for s in (seen[passage_id], start))
-                raise UserError(f"{path}, line {second}: field 'id' {passage_id!r} is that of line {first} too; make ids unique")
-            seen[passage_id] = start
-
-
-def _line_of(path: Path, offset: int) -> int:
-    line = 1
-    with open(path, "rb") as file:
-        while offset > 0 and (block := file.read(min(1 << 20, offset))):
-            line += block.count(b"\n")
-            offset -= len(block)
-    return line
-
-
-# Its cache: one file, replaced atomically -----------------------------------------------------------------------------
-
-
-def _cache_file(path: Path, limit: int | None) -> Path:
-    home = Path(os.environ.get("BRIDGE_JAX_CACHE") or "~/.cache/bridge_jax").expanduser()
-    key = hashlib.sha256(f"{path.resolve()}\0{limit}".encode("utf-8", "surrogateescape")).hexdigest()[:24]
-    return home / "corpora" / f"{key}.offsets"
-
-
 def _load_table(file: Path, state: list[int]) -> _Table | None:
-    """None when there is no cached table of the file in exactly this state."""
+    """None when there is no cached table of the files in exactly this state."""
     try:
         with open(file, "rb") as stream:
             header = json.loads(stream.read(HEADER_BYTES).rstrip(b"\0"))
         rows = header["rows"]
-        if header["state"] != state or file.stat().st_size != HEADER_BYTES + 24 * rows:
+        if header["state"] != _digest(state) or file.stat().st_size != HEADER_BYTES + 24 * rows:
             return None
         parts = [np.memmap(file, dtype, "r", HEADER_BYTES + 8 * rows * i, (rows,)) for i, dtype in enumerate(("<i8", "<u8", "<i8"))]
         return _Table(*parts, header["fingerprint"])
@@ -256,21 +269,93 @@ def _load_table(file: Path, state: list[int]) -> _Table | None:
         return None
 
 
-def _save_table(file: Path, state: list[int], table: _Table) -> None:
-    header = json.dumps({"state": state, "rows": len(table.starts), "fingerprint": table.fingerprint}).encode()
+def _digest(state: list[int]) -> str:
+    return hashlib.sha256(repr(state).encode()).hexdigest()
+
+
+class _TableWriter:
+    """Writes a table as its rows come. Ids are sorted in runs of RUN_ROWS, then merged by ranges of their hashes."""
+
+    def __init__(self, file: Path, state: list[int]):
+        self._file, self._state = file, state
+        self._starts, self._hashes = array.array("q"), array.array("Q")
+        self._rows = 0
+        self._runs: list[int] = []  # rows of each
+
+    def __enter__(self) -> _TableWriter:
+        self._stack = contextlib.ExitStack()
+        self._out = self._stack.enter_context(_whole_file(self._file))
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(dir=self._file.parent)))
+        self._sorted = self._stack.enter_context(open(self._folder / "hashes", "w+b"))
+        self._order = self._stack.enter_context(open(self._folder / "rows", "w+b"))
+        self._out.write(b"\0" * HEADER_BYTES)
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._stack.__exit__(*error)
+
+    def add(self, start: int, id_hash: int) -> None:
+        self._starts.append(start)
+        self._hashes.append(id_hash)
+        if len(self._starts) == RUN_ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        hashes = np.frombuffer(self._hashes, np.uint64)
+        order = np.argsort(hashes, kind="stable")
+        self._out.write(self._starts.tobytes())
+        self._sorted.write(hashes[order].tobytes())
+        self._order.write((order + self._rows).tobytes())
+        self._rows += len(hashes)
+        self._runs.append(len(hashes))
+        self._starts, self._hashes = array.array("q"), array.array("Q")
+
+    def finish(self, fingerprint: str) -> np.ndarray:
+        """-> the rows whose hashes another row has too, in order."""
+        if self._starts:
+            self._flush()
+        for stream in (self._sorted, self._order, self._out):
+            stream.flush()
+        runs = [np.memmap(self._folder / name, dtype, "r") for name, dtype in (("hashes", "<u8"), ("rows", "<i8"))]
+        ends = np.cumsum(self._runs)
+        cuts = np.linspace(0, 2.0**64, len(ends) + 1)[1:-1].astype(np.uint64)
+        places = [[0, *np.searchsorted(runs[0][end - n : end], cuts), n] for end, n in zip(ends, self._runs)]
+        suspects = []
+        with open(self._folder / "order", "w+b") as merged:
+            for i in range(len(ends)):
+                pieces = [slice(end - n + p[i], end - n + p[i + 1]) for end, n, p in zip(ends, self._runs, places)]
+                hashes, rows = (np.concatenate([part[piece] for piece in pieces]) for part in runs)
+                order = np.argsort(hashes, kind="stable")
+                hashes, rows = hashes[order], rows[order]
+                same = hashes[1:] == hashes[:-1]
+                suspects += [rows[1:][same], rows[:-1][same]]
+                self._out.write(hashes.tobytes())
+                merged.write(rows.tobytes())
+            merged.seek(0)
+            shutil.copyfileobj(merged, self._out, 1 << 20)
+        self._out.seek(0)
+        header = {"state": _digest(self._state), "rows": self._rows, "fingerprint": fingerprint}
+        self._out.write(json.dumps(header).encode().ljust(HEADER_BYTES, b"\0"))
+        self._out.flush()
+        return np.unique(np.concatenate(suspects))
+
+    def starts(self, rows: np.ndarray) -> np.ndarray:
+        """The offsets of some rows of a finished table."""
+        return np.memmap(self._out.name, "<i8", "r", HEADER_BYTES, (self._rows,))[rows]
+
+
+@contextlib.contextmanager
+def _whole_file(file: Path) -> Iterator[BinaryIO]:
+    """A file that replaces `file` when all went well and is deleted otherwise."""
+    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)
+    os.close(descriptor)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-        try:
-            with os.fdopen(descriptor, "wb") as stream:
-                stream.write(header.ljust(HEADER_BYTES, b"\0"))
-                for part, dtype in ((table.starts, "<i8"), (table.hashes, "<u8"), (table.order, "<i8")):
-                    stream.write(np.ascontiguousarray(part, dtype).data)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(temporary, file)
-        except BaseException:
+        with open(temporary, "w+b") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, file)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
-            raise
-    except OSError as error:
-        raise UserError(f"{file.parent}: cannot be written ({error.strerror}); set BRIDGE_JAX_CACHE to a writable folder") from None
+        raise

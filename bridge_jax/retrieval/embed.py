@@ -1,15 +1,18 @@
-"""Passages -> vectors on disk: bucketed by length, in shards, each finished shard recorded, so that a killed run goes on.
+"""Passages -> vectors on disk: bucketed by length, in shards that are files of their own until all are there.
 
-The shard is the unit of everything: passages are sorted by length inside a shard, batches never cross shards, and the record of a
-shard is written after its bytes are on disk. A run that was killed therefore writes the same bytes as one that was not.
+The shard is the unit of everything: passages are sorted by length inside a shard, batches never cross shards, and a shard's file
+appears whole, its digest with it. So a build that was killed writes the same bytes as one that was not, and several processes, on
+one machine or on many with a common folder, share the work by taking every n-th shard. The one that finds all shards there puts
+them together.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,83 +21,128 @@ from bridge_jax.errors import UserError
 from bridge_jax.models import e5
 from bridge_jax.retrieval.corpus import Corpus
 from bridge_jax.retrieval.progress import track
-from bridge_jax.retrieval.vectors import BFLOAT16, open_vectors
+from bridge_jax.retrieval.vectors import BFLOAT16, VectorWriter
 
-VECTORS = "embeddings.bf16"
-PARTIAL = "embeddings.bf16.partial"
-SHARDS = "embeddings.shards.jsonl"
-SHARD_ROWS = 2048
-GROUP = 4  # batches given to the encoder at a time, and steps of the progress display; it sorts them by their length in tokens
+SHARDS = "shards"
+SHARD_ROWS = 4096
+BATCH_TOKENS = 1536  # what a CPU's caches hold, MiniLM to E5-base; accelerators take more (bridge_jax/index.py)
+DIGEST = 32  # bytes of the sha256 behind a shard's vectors
 
 
-def embed_corpus(encoder, corpus: Corpus, out: Path, *, batch_size: int = 64, shard_rows: int = SHARD_ROWS) -> np.memmap:
-    """Encodes every passage (`corpus.contents`, with the encoder's passage prefix) into `out/embeddings.bf16`.
+def encode_shards(
+    encoder,
+    corpus: Corpus,
+    out: Path,
+    part: tuple[int, int] = (0, 1),
+    assembled: int = 0,
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    shard_rows: int = SHARD_ROWS,
+) -> None:
+    """Encodes the passages (`corpus.contents`, with the encoder's passage prefix) of every n-th shard that is not there yet.
 
     Args:
       encoder: a models.e5.Encoder; its passage tower is frozen, so no LoRA enters here.
       corpus: N passages.
-      out: an existing folder. Finished vectors are reused; finished shards of an interrupted run are kept. The caller answers for
-        these being of the same encoder and corpus (retrieval/index.py compares manifests first).
-      batch_size: passages a forward pass.
+      out: an existing folder; shards are files in `out/shards`. The caller answers for those that are there being of the same
+        encoder and corpus (retrieval/index.py compares manifests first).
+      part: (i, n): shards i, i + n, i + 2n, ...
+      assembled: rows that have been put together already.
+      batch_tokens: tokens a forward pass.
       shard_rows: passages a shard; shards of another size are encoded anew.
-
-    Returns:
-      [N, D] bfloat16, memory-mapped read-only.
     """
-    rows, dim = len(corpus), encoder.dim
-    with contextlib.suppress(UserError):
-        return open_vectors(out / VECTORS, rows, dim)
-    done = _finished_shards(out, rows, dim, shard_rows)
-    mode = "r+" if done else "w+"
-    vectors = open_vectors(out / PARTIAL, rows, dim, mode)
-    if mode == "w+":
-        (out / SHARDS).unlink(missing_ok=True)
-    shards = [(at, min(at + shard_rows, rows)) for at in range(0, rows, shard_rows)]
-    finished = sum(stop - start for i, (start, stop) in enumerate(shards) if i in done)
-    with open(out / SHARDS, "a", encoding="utf-8") as record, track("encoding", rows, "passages", finished) as advance:
-        record.write("\n")  # ends a line that was torn by a kill
-        for i, (start, stop) in enumerate(shards):
-            if i in done:
-                continue
-            part = np.empty((stop - start, dim), BFLOAT16)
-            texts = [corpus.contents(row) for row in range(start, stop)]
-            order = np.argsort([len(text) for text in texts], kind="stable")
-            for at in range(0, len(order), GROUP * batch_size):
-                chosen = order[at : at + GROUP * batch_size]
-                found = e5.embed(encoder, [texts[j] for j in chosen], kind="passage", batch_size=batch_size)
-                _refuse_nonfinite(found, corpus, start + chosen)
-                part[chosen] = found.astype(BFLOAT16)
+    rows, folder = len(corpus), out / SHARDS
+    folder.mkdir(exist_ok=True)
+    spans = [(at, min(at + shard_rows, rows)) for at in range(0, rows, shard_rows)][part[0] :: part[1]]
+    missing = [span for span in spans if span[0] >= assembled and _read(folder, span, encoder.dim) is None]
+    total = sum(stop - start for start, stop in spans)
+    left = sum(stop - start for start, stop in missing)
+    label = "encoding" if part[1] == 1 else f"encoding {part[0]}/{part[1]}"
+    with track(label, total, "passages", total - left) as advance:
+        for (start, stop), batches in _encoded(encoder, corpus, missing, batch_tokens):
+            vectors = np.empty((stop - start, encoder.dim), BFLOAT16)
+            for chosen, found in batches:
+                _refuse_nonfinite(found, corpus, start + np.asarray(chosen))
+                vectors[chosen] = found.astype(BFLOAT16)
                 advance(len(chosen))
-            vectors[start:stop] = part
-            vectors.flush()
-            line = {"shard": i, "shard_rows": shard_rows, "sha256": hashlib.sha256(part.tobytes()).hexdigest()}
-            record.write(json.dumps(line) + "\n")
-            record.flush()
-            os.fsync(record.fileno())
-    del vectors
-    os.replace(out / PARTIAL, out / VECTORS)
-    (out / SHARDS).unlink()
-    return open_vectors(out / VECTORS, rows, dim)
+            _write(folder, (start, stop), vectors)
 
 
-def _finished_shards(out: Path, rows: int, dim: int, shard_rows: int) -> set[int]:
-    """The shards an interrupted run finished, their bytes checked. Torn lines and other shard sizes or bytes: not done."""
-    try:
-        lines = (out / SHARDS).read_text(encoding="utf-8").splitlines()
-        vectors = open_vectors(out / PARTIAL, rows, dim)
-    except (FileNotFoundError, UserError):
-        return set()
-    done = set()
-    for text in lines:
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        start = line["shard"] * shard_rows
-        part = vectors[start : start + shard_rows]
-        if line["shard_rows"] == shard_rows and hashlib.sha256(part.tobytes()).hexdigest() == line["sha256"]:
-            done.add(line["shard"])
-    return done
+def _encoded(encoder, corpus: Corpus, spans, batch_tokens: int) -> Iterator[tuple[tuple[int, int], Iterator]]:
+    """(span, batches of (rows within it, vectors float32)). A shard's texts are read and tokenised, and its batches given to the
+    devices, while those of the one before are computed."""
+
+    def tokenized(span: tuple[int, int]):
+        return e5.tokenize(encoder, [corpus.contents(row) for row in range(*span)], "passage")
+
+    def fetched(batches):
+        return ((chosen, np.asarray(vectors)[: len(chosen)]) for chosen, vectors in batches)
+
+    with ThreadPoolExecutor(1) as reader:
+        ahead = [reader.submit(tokenized, span) for span in spans[:1]]
+        running = None
+        for i, span in enumerate(spans):
+            ids = ahead.pop().result()
+            if i + 1 < len(spans):
+                ahead.append(reader.submit(tokenized, spans[i + 1]))
+            started = span, e5.dispatch_many(encoder, ids, batch_tokens)
+            if running is not None:
+                yield running[0], fetched(running[1])
+            running = started
+        if running is not None:
+            yield running[0], fetched(running[1])
+
+
+def assemble(out: Path, rows: int, dim: int, store: str, *, shard_rows: int = SHARD_ROWS) -> bool:
+    """Puts the shards together in the store's files; each is deleted when its rows are there. False when one is missing.
+
+    A kill in between costs nothing: it goes on after the last whole shard.
+    """
+    spans = [(at, min(at + shard_rows, rows)) for at in range(0, rows, shard_rows)]
+    done = assembled_rows(out, rows, dim, store, shard_rows)
+    if not all((out / SHARDS / _name(span)).exists() for span in spans if span[0] >= done):
+        return False
+    writer = VectorWriter(out, dim, store, shard_rows)
+    for span in spans:
+        if span[0] >= writer.rows:
+            vectors = _read(out / SHARDS, span, dim)
+            if vectors is None:
+                return False
+            writer.append(vectors)
+        (out / SHARDS / _name(span)).unlink(missing_ok=True)
+    writer.close()
+    return True
+
+
+def assembled_rows(out: Path, rows: int, dim: int, store: str, shard_rows: int = SHARD_ROWS) -> int:
+    """How many rows a killed `assemble` has put together."""
+    return min(rows, VectorWriter.written(out, dim, store) // shard_rows * shard_rows)
+
+
+def _name(span: tuple[int, int]) -> str:
+    return f"{span[0]:010d}-{span[1]:010d}.bf16"
+
+
+def _write(folder: Path, span: tuple[int, int], vectors: np.ndarray) -> None:
+    data = vectors.tobytes()
+    temporary = folder / f"{_name(span)}.{os.getpid()}.tmp"
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.write(hashlib.sha256(data).digest())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, folder / _name(span))
+
+
+def _read(folder: Path, span: tuple[int, int], dim: int) -> np.ndarray | None:
+    """A shard's vectors, None when it is not there or not sound."""
+    data = b""
+    with contextlib.suppress(FileNotFoundError):
+        data = (folder / _name(span)).read_bytes()
+    rows = span[1] - span[0]
+    if len(data) != rows * dim * 2 + DIGEST or hashlib.sha256(data[:-DIGEST]).digest() != data[-DIGEST:]:
+        return None
+    return np.frombuffer(data, BFLOAT16, rows * dim).reshape(rows, dim)
 
 
 def _refuse_nonfinite(vectors: np.ndarray, corpus: Corpus, rows: np.ndarray) -> None:

@@ -29,11 +29,17 @@ CORPUS_FIELDS = {
     "rows": ("number of passages", "open that corpus, with limit= for a prefix of it"),
     "corpus_fingerprint": ("corpus content", "open that corpus"),
 }
+STORE_FIELDS = {"store": ("vectors kept as", "open it as it is")}
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The fields of manifest.json. `kind` is "scann" or "exact"; `scann` the searcher's parameters, None without one."""
+    """The fields of manifest.json.
+
+    corpus_path: a file or a list of files; with `limit`, what `Corpus.open` takes. kind: "scann" or "exact". store: as
+    `vectors.STORES`. scann: the searcher's parameters, None without one. tuned: what `tuning.tune` measured, None without a tuning.
+    unusable: vectors that are zero or were not finite. imported: the file the vectors come from, None when they were encoded.
+    """
 
     encoder_name: str
     encoder_fingerprint: str
@@ -43,10 +49,15 @@ class Manifest:
     max_length: int
     dim: int
     rows: int
-    corpus_path: str
+    corpus_path: str | list[str]
     corpus_fingerprint: str
     kind: str
+    limit: int | None = None
+    store: str = "bfloat16"
     scann: dict | None = None
+    tuned: dict | None = None
+    unusable: int = 0
+    imported: str | None = None
     versions: dict = field(default_factory=dict)
     format: int = FORMAT
 
@@ -61,19 +72,28 @@ class Manifest:
         os.replace(temporary, folder / name)
 
 
-def make_manifest(encoder, corpus, kind: str) -> Manifest:
+def make_manifest(encoder, corpus, kind: str, store: str = "bfloat16") -> Manifest:
     """The manifest an index of this corpus by this encoder gets."""
-    return Manifest(**_of_encoder(encoder), **_of_corpus(corpus), kind=kind, versions=_versions())
+    return Manifest(
+        **of_encoder(encoder), **of_corpus(corpus), corpus_path=_path(corpus), limit=corpus.limit, kind=kind, store=store,
+        versions=_versions(),
+    )  # fmt: skip
 
 
-def _of_encoder(encoder) -> dict:
+def of_encoder(encoder) -> dict:
+    """The manifest's fields that an encoder decides."""
     names = ("pooling", "query_prefix", "passage_prefix", "max_length")
     own = {name: getattr(encoder, name) for name in names}
     return {"encoder_name": str(encoder.name), "encoder_fingerprint": encoder.fingerprint, "dim": encoder.dim, **own}
 
 
-def _of_corpus(corpus) -> dict:
-    return {"corpus_path": str(Path(corpus.path).resolve()), "corpus_fingerprint": corpus.fingerprint, "rows": len(corpus)}
+def of_corpus(corpus) -> dict:
+    """The manifest's fields that a corpus's passages decide."""
+    return {"corpus_fingerprint": corpus.fingerprint, "rows": len(corpus)}
+
+
+def _path(corpus) -> str | list[str]:
+    return [str(file) for file in corpus.path] if isinstance(corpus.path, list) else str(corpus.path)
 
 
 def read(folder: Path, name: str = FINISHED) -> Manifest | None:
@@ -85,17 +105,23 @@ def read(folder: Path, name: str = FINISHED) -> Manifest | None:
         return None
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: cannot be read ({error}); rebuild the index with --force") from None
-    names = {f.name for f in dataclasses.fields(Manifest)}
+    return from_json(values, str(file))
+
+
+def from_json(values: object, where: str) -> Manifest:
+    """A manifest from the contents of its file, of this format or an older one, whose fields are fewer."""
+    fields = {f.name: f for f in dataclasses.fields(Manifest)}
     if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise UserError(f"{file}: is not an index manifest of format {FORMAT}; rebuild the index with --force")
-    for name in names ^ values.keys():
-        raise UserError(f"{file}: field {name!r} is {'missing' if name in names else 'unknown'}; rebuild the index with --force")
+        raise UserError(f"{where}: is not an index manifest of format {FORMAT}; rebuild the index with --force")
+    needed = {name for name, f in fields.items() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING}
+    for name in (needed - values.keys()) | (values.keys() - fields.keys()):
+        raise UserError(f"{where}: field {name!r} is {'missing' if name in fields else 'unknown'}; rebuild the index with --force")
     return Manifest(**values)
 
 
 def difference(have: Manifest, want: Manifest) -> tuple[str, str] | None:
     """The first field in which two indexes differ in what they were built from -> (what it is, how to mend); None when in none."""
-    for name, (label, mend) in (ENCODER_FIELDS | CORPUS_FIELDS).items():
+    for name, (label, mend) in (ENCODER_FIELDS | CORPUS_FIELDS | STORE_FIELDS).items():
         a, b = getattr(have, name), getattr(want, name)
         if a != b:
             return f"{label} {_show(name, a, have)}, not {_show(name, b, want)}", mend
@@ -104,8 +130,8 @@ def difference(have: Manifest, want: Manifest) -> tuple[str, str] | None:
 
 def refuse_other(folder: Path, manifest: Manifest, encoder=None, corpus=None) -> None:
     """UserError when the index was built with another encoder, or from another corpus, than the given ones (None: not compared)."""
-    given = _of_encoder(encoder) if encoder is not None else {}
-    given |= _of_corpus(corpus) if corpus is not None else {}
+    given = of_encoder(encoder) if encoder is not None else {}
+    given |= of_corpus(corpus) | {"corpus_path": _path(corpus)} if corpus is not None else {}
     found = difference(manifest, dataclasses.replace(manifest, **given))
     if found:
         what, mend = found

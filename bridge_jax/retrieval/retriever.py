@@ -54,8 +54,8 @@ class Retriever:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return self.index.search(vectors, k)
-            except (UserError, ValueError, TypeError):
-                raise  # a mistake of the caller: the same again would fail again
+            except (UserError, RetrievalFault, ValueError, TypeError):
+                raise  # a mistake of the caller, or a server that was tried again and again: once more would fail too
             except Exception as error:
                 if attempt == ATTEMPTS:
                     raise RetrievalFault(f"the index failed {ATTEMPTS} times: {error}") from error

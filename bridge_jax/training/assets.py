@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from bridge_jax.data import corpora
-from bridge_jax.data.cache import cache_dir
 from bridge_jax.data.formats import canonical_name
 from bridge_jax.data.qa import OFFICIAL
 from bridge_jax.errors import UserError
@@ -22,9 +20,9 @@ from bridge_jax.models import e5, hub, qwen2
 from bridge_jax.models.attention_kernels import choose_backend
 from bridge_jax.models.lora import E5_TARGETS, LoRAConfig
 from bridge_jax.retrieval.corpus import Corpus
-from bridge_jax.retrieval.index import build_index, open_index
 from bridge_jax.retrieval.retriever import Retriever
 from bridge_jax.rollout.episodes import RolloutConfig, RolloutEngine
+from bridge_jax.training.search import open_corpus, open_retriever
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +39,7 @@ class Assets:
     eos_ids: tuple[int, ...]
     encoder: e5.Encoder
     corpus: Corpus
-    index: object
+    index: object  # None for BM25, which has no vectors
     retriever: Retriever
     engine: RolloutEngine
     policy_fingerprint: str  # of the weights the policy starts from
@@ -65,7 +63,7 @@ def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True
             *(config.grpo.microbatch, ways, ways),
         )
     mesh = mesh if mesh.size > 1 else None
-    corpus = Corpus.open(corpus_path(config), limit=config.index.limit or None)
+    corpus = open_corpus(config)
     encoder = load_encoder(config, mesh)
     source = policy_source(config, Path(workdir)) if use_warmstart else config.policy.model
     folder, compute_dtype = hub.resolve(source), jnp.dtype(config.policy.compute_dtype)
@@ -81,8 +79,8 @@ def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True
     )
     tokenizer = qwen2.load_tokenizer(folder)
     eos_ids = qwen2.eos_ids(folder, tokenizer)
-    index = open_or_build_index(config, encoder, corpus, mesh)  # last: everything that can be wrong is found before the long work
-    retriever = Retriever(encoder, index, corpus)
+    retriever = open_retriever(config, encoder, corpus, mesh)  # last: everything that can be wrong is found before the long work
+    index = retriever.index
     engine = RolloutEngine(policy, tokenizer, eos_ids, rollout_config(config), retriever)
     fingerprint = hub.weights_fingerprint(folder)
     return Assets(config, mesh, policy, base_params, tokenizer, eos_ids, encoder, corpus, index, retriever, engine, fingerprint)
@@ -129,23 +127,6 @@ def load_encoder(config: ConfigDict, mesh: Mesh | None) -> e5.Encoder:
 
 def corpus_path(config: ConfigDict) -> Path:
     return corpora.corpus_path(config.index.corpus)
-
-
-def open_or_build_index(config: ConfigDict, encoder: e5.Encoder, corpus: Corpus, mesh: Mesh | None):
-    """The index that fits encoder and corpus: `config.index.folder`, else one in the cache, built on first use (resumable)."""
-    kind = config.index.kind
-    if config.index.folder:
-        folder = Path(config.index.folder)
-        if not (folder / "manifest.json").is_file():
-            raise UserError(
-                f"no index at {folder}: build it with python -m bridge_jax.index --corpus={corpus_path(config)} "
-                f"--encoder={config.retriever.encoder} --out={folder}, or pass --config.index.folder= to have one in the cache"
-            )
-        return open_index(folder, encoder, corpus, None if kind == "auto" else kind, mesh)
-    what = (encoder.fingerprint, encoder.max_length, encoder.query_prefix, encoder.passage_prefix, corpus.fingerprint, kind)
-    name = f"{Path(config.retriever.encoder).name}-{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}"
-    index = build_index(corpus_path(config), encoder, cache_dir() / "indexes" / name, kind, config.index.limit or None)
-    return index if mesh is None else open_index(cache_dir() / "indexes" / name, encoder, corpus, None, mesh)
 
 
 def refuse_strange_corpus(config: ConfigDict) -> None:

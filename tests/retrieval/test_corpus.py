@@ -1,5 +1,8 @@
 """The corpus returns what was written, whatever it is, and refuses what is not a passage by file, line and field."""
 
+import csv
+import gzip
+import io
 import json
 import time
 import tracemalloc
@@ -9,8 +12,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from bridge_jax.errors import UserError
-from bridge_jax.retrieval.corpus import Corpus, Passage
+from bridge_jax.retrieval import corpus as corpora
+from bridge_jax.retrieval.corpus import Corpus
+from bridge_jax.retrieval.passages import Passage
 
+GOOD = b'{"id": "a", "contents": "x"}\n'
 odd = st.sampled_from('\u2028\u2029\x85\x0b\x0c\x1c\r\n"\\\0 <>\ufeff')
 anything = st.text(st.characters(exclude_categories=["Cs"]) | odd, max_size=40)
 filled = anything.filter(str.strip)
@@ -39,6 +45,77 @@ def test_reads_back_what_was_written(tmp_path, rows, end, escape, bom, final_end
     assert (prefix.fingerprint == corpus.fingerprint) == (limit >= len(rows))
 
 
+def write(folder, form, rows):
+    """The rows in a file of one of the forms that are read."""
+    if form == "dpr":
+        text = io.StringIO(newline="")
+        writer = csv.writer(text, delimiter="\t", lineterminator="\n")
+        writer.writerows([("id", "text", "title"), *((i, x, t) for i, t, x in rows)])
+        data = text.getvalue().encode()
+    elif form == "medrag":
+        lines = [{"id": i, "title": t, "content": x, "contents": f"{t}. {x}"} for i, t, x in rows]
+        data = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
+    else:
+        data = "".join(json.dumps({"id": i, "contents": f'"{t}"\n{x}'}) + "\n" for i, t, x in rows).encode()
+    suffix = {"dpr": "tsv"}.get(form, "jsonl")
+    (folder / f"{form}.{suffix}").write_bytes(data)
+    (folder / f"{form}.{suffix}.gz").write_bytes(gzip.compress(data))
+    return folder / f"{form}.{suffix}", folder / f"{form}.{suffix}.gz"
+
+
+no_return = anything.filter(lambda text: "\r" not in text)  # csv cannot tell a lone \r in an unquoted field from the end of a row
+table_rows = st.lists(
+    st.tuples(no_return.filter(str.strip), no_return.filter(lambda t: "\n" not in t), no_return.filter(str.strip)),
+    min_size=1,
+    max_size=8,
+    unique_by=lambda row: row[0],
+)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(table_rows, st.sampled_from(["wiki", "medrag", "dpr"]), st.integers(1, 3))
+@example([("ü\u2028", "", 'x "y"\n\tz\u2028'), ("b", '"He', "10 kB " * 2000)], "medrag", 1)
+@example([("ü\u2028", "", 'x "y"\n\tz\u2028'), ("b", '"He', "10 kB " * 2000)], "dpr", 1)
+def test_every_form_reads_back_what_was_written(tmp_path, monkeypatch, rows, form, run_rows):
+    monkeypatch.setattr(corpora, "RUN_ROWS", run_rows)  # ids are sorted in many runs
+    for file in write(tmp_path, form, rows):
+        corpus = Corpus.open(file)
+        assert list(corpus) == [Passage(*row) for row in rows]
+        assert [corpus.row_of(i) for i, _, _ in rows] == list(range(len(rows)))
+        titled = [f'"{t}"\n{x}' if t or form == "wiki" else x for _, t, x in rows]
+        assert [corpus.contents(row) for row in range(len(rows))] == titled
+        assert [corpus.document(row) for row in range(len(rows))] == [
+            {"id": i, "contents": c} for (i, _, _), c in zip(rows, titled)
+        ]
+
+
+def test_many_files_are_one_corpus_in_the_order_of_their_names(tmp_path, monkeypatch):
+    (tmp_path / "chunk").mkdir()
+    rows = [(f"id {i}", f"T{i}", f"text {i}") for i in range(60)]
+    for i, form in enumerate(("wiki", "medrag", "dpr")):
+        plain, packed = write(tmp_path, form, rows[20 * i : 20 * i + 20])
+        source = packed if i == 1 else plain
+        source.rename(tmp_path / "chunk" / f"{i}.{source.name.partition('.')[2]}")
+    monkeypatch.setattr(corpora, "RUN_ROWS", 7)
+    corpus = Corpus.open(tmp_path / "chunk")
+    assert list(corpus) == [Passage(*row) for row in rows]
+    assert [corpus.row_of(i) for i, _, _ in rows] == list(range(60))
+    alone = Corpus.open(write(tmp_path, "wiki", rows)[0])
+    files = sorted((tmp_path / "chunk").iterdir())
+    for other in (Corpus.open(str(tmp_path / "chunk" / "*")), Corpus.open(files), Corpus.open(corpus.path, corpus.limit), alone):
+        assert other.fingerprint == corpus.fingerprint
+    assert list(Corpus.open(files, limit=25)) == list(corpus)[:25]
+    with pytest.raises(UserError, match=r"'id 0' is that of passages 1 and 61"):
+        Corpus.open([*files, files[0]])
+    files[1].write_bytes(gzip.compress(b'{"id": "new", "title": "", "content": "changed"}\n'))
+    assert len(Corpus.open(files)) == 41  # a changed source is read anew
+    for bad, named in ((tmp_path / "chunk" / "*.txt", "no file matches"), (tmp_path, "a folder without"), ([], "names no file")):
+        if bad == tmp_path:
+            [file.unlink() for file in tmp_path.iterdir() if file.is_file()]
+        with pytest.raises(UserError, match=named):
+            Corpus.open(bad)
+
+
 def test_contents_without_a_quoted_title_are_all_text(tmp_path):
     file = tmp_path / "c.jsonl"
     contents = ["no title\nsecond line", '"T"', '"', '"T"\r\nx', '"a" and "b"\nx']
@@ -55,9 +132,6 @@ def test_ids_are_strings_and_unknown_ids_and_rows_are_errors(corpus_file):
     for row in (-1, len(corpus)):
         with pytest.raises(IndexError):
             corpus[row]
-
-
-GOOD = b'{"id": "a", "contents": "x"}\n'
 
 
 @pytest.mark.parametrize(
@@ -78,7 +152,11 @@ GOOD = b'{"id": "a", "contents": "x"}\n'
         (GOOD + b'{"id": "b", "contents": "cut', ["line 2", "JSON"]),
         (GOOD + b"[1]\n", ["line 2", "object"]),
         (GOOD + b"[" * 100_000 + b"\n", ["line 2", "JSON"]),
-        (b"\x1f\x8b\x08\x00", ["gzip", "gunzip"]),
+        (b"\x1f\x8b\x08\x00", ["damaged gzip file"]),
+        (gzip.compress(GOOD * 3)[:-12], ["damaged gzip file"]),
+        (gzip.compress(GOOD + b"{}\n"), ["line 2", "'id'", "missing"]),
+        (b'{"id": "a", "title": "", "content": " "}\n', ["line 1", "'content'", "empty"]),
+        (b'{"id": "a", "title": null, "content": "x"}\n', ["line 1", "'title'", "null"]),
         (GOOD + b"\n" + GOOD, ["line 3", "line 1", "'id'", "'a'"]),
         (b'{"id": 7, "contents": "x"}\n' + GOOD * 0 + b'{"id": "7", "contents": "x"}\n', ["line 2", "line 1", "'7'"]),
         (b"".join(b'{"id": "%d", "contents": "x"}\n' % (i % 900) for i in range(1000)), ["line 901", "line 1 ", "'0'"]),

@@ -1,6 +1,7 @@
 """Both index kinds against FAISS and against plain NumPy: the same rows, the exact scores, one order."""
 
 import dataclasses
+import itertools
 import subprocess
 import sys
 
@@ -10,8 +11,10 @@ import pytest
 
 from bridge_jax.errors import UserError
 from bridge_jax.retrieval import scann_index
-from bridge_jax.retrieval.device_index import DeviceIndex
+from bridge_jax.retrieval.device_index import DeviceIndex, layout, top_rows
+from bridge_jax.retrieval.merged import MergedIndex
 from bridge_jax.retrieval.scann_index import ScannIndex, ScannParameters, choose_parameters, tree_parameters
+from bridge_jax.retrieval.vectors import Int8Vectors, exact_top, quantize
 
 ROWS, DIM, K = 8000, 64, 40
 
@@ -68,6 +71,31 @@ def test_device_index_against_faiss(vectors, queries, by_faiss):
     np.testing.assert_allclose(scores[other], own[other], atol=2e-6)
 
 
+def test_exact_search_in_blocks_on_the_host_against_faiss(vectors, queries, by_faiss):
+    scores, rows = exact_top(vectors, queries, K, block=1000)
+    np.testing.assert_allclose(scores, by_faiss[0], atol=2e-6)
+    device = DeviceIndex(vectors).search(queries, K)
+    np.testing.assert_array_equal(scores, device[0])
+    np.testing.assert_array_equal(rows, device[1])
+
+
+@pytest.mark.parametrize("store", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["exact", "approx"])
+def test_what_accelerators_run_finds_the_same(vectors, queries, store, kind):
+    """The program with bfloat16 products, which a CPU's DeviceIndex does not use."""
+    stored = Int8Vectors(*quantize(vectors)) if store == "int8" else vectors
+    placed = (stored.codes, stored.scales) if store == "int8" else (stored,)
+    block, padded = layout(ROWS, 1)
+    assert padded == ROWS
+    rows = top_rows(placed, queries, count=K + 16, rows=ROWS, block=block, mesh=None, split=True, kind=kind)
+    want = exact_top(stored, queries, K)[1]
+    missed = [len(set(a) - set(b)) for a, b in zip(want, np.asarray(rows))]
+    assert sum(missed) == 0, "the queries' low halves must count"
+    index = DeviceIndex(stored, kind=kind)
+    assert index.kind == kind
+    np.testing.assert_array_equal(index.search(queries, K)[1], want)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_scann_recall_and_exact_scores(tmp_path, vectors, queries, by_faiss, form):
     index = scann(vectors, tmp_path / "s", FORMS[form])
@@ -106,6 +134,30 @@ def test_equal_scores_are_ordered_by_row_and_neighbours_change_nothing(tmp_path,
         np.testing.assert_array_equal(alone[1][0], rows[i])
 
 
+def test_merged_by_score_is_one_index_over_all_and_by_rank_takes_turns(vectors, queries):
+    cuts = [0, 3000, 3010, ROWS]
+    parts = [DeviceIndex(vectors[a:b]) for a, b in itertools.pairwise(cuts)]
+    one, merged = DeviceIndex(vectors), MergedIndex(parts)
+    assert (len(merged), merged.dim) == (ROWS, DIM)
+    for a, b in zip(one.search(queries, K), merged.search(queries, K)):
+        np.testing.assert_array_equal(a, b)
+    rows = np.array([[0, 3009, 7999], [2999, 3000, 3010]])
+    np.testing.assert_array_equal(merged.vectors(rows), one.vectors(rows))
+    scores, rows = MergedIndex(parts, "rank").search(queries, 36)  # the second has 10 passages only
+    owner = np.searchsorted(cuts, rows, side="right") - 1
+    for line in owner:
+        assert all(set(line[3 * i : 3 * i + 3]) == {0, 1, 2} for i in range(10)) and set(line[30:]) == {0, 2}
+    np.testing.assert_array_equal(scores, np.einsum("bd,bkd->bk", queries, one.vectors(rows)))
+    assert (np.diff(scores[:, :3]) <= 0).all(), "equal ranks: by score"
+    for part, (start, stop) in enumerate(itertools.pairwise(cuts)):
+        own = [line[found == part] - start for line, found in zip(rows, owner)]
+        np.testing.assert_array_equal(own, parts[part].search(queries, min(len(own[0]), stop - start))[1])
+    with pytest.raises(UserError, match="not by 'votes'"):
+        MergedIndex(parts, "votes")
+    with pytest.raises(UserError, match="64, 32 dimensions"):
+        MergedIndex([parts[0], DeviceIndex(vectors[:, :32])])
+
+
 @pytest.mark.parametrize("kind", ["exact", "scann"])
 def test_wrong_calls(tmp_path, kind):
     vectors = clustered(30)
@@ -126,7 +178,8 @@ def test_the_rule():
     assert choose_parameters(50_000, 768).leaves == 0 and choose_parameters(50_000, 768).dims_per_block == 2
     wiki = choose_parameters(21_015_324, 768)
     assert 4_000 < wiki.leaves < 20_000 and wiki.leaves_to_search * 10 <= wiki.leaves
-    assert scann_index.build_bytes(21_015_324, 768) > scann_index.load_bytes(21_015_324, 768) > 21_015_324 * 768 * 2
+    built, loaded = (count(21_015_324, 768, "bfloat16") for count in (scann_index.build_bytes, scann_index.load_bytes))
+    assert built > loaded > 21_015_324 * 768 * 2 and scann_index.load_bytes(21_015_324, 768, "int8") < loaded
 
 
 MESH = """

@@ -1,0 +1,140 @@
+"""The client of a retrieval server: timeouts, bounded retries with jitter, several servers."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import requests
+
+from bridge_jax.errors import UserError
+from bridge_jax.retrieval import manifest as manifests
+from bridge_jax.retrieval import wire
+from bridge_jax.retrieval.retriever import RetrievalFault
+from bridge_jax.retrieval.vectors import check_queries
+
+log = logging.getLogger(__name__)
+
+FIRST_WAIT, LONGEST_WAIT = 0.2, 10.0
+SEARCHED, FETCHED = 256, 8192  # queries, rows a request
+
+
+class Client:
+    """Asks one of several servers, in turns; another one when it fails.
+
+    servers: addresses such as "http://10.0.0.5:8000"; they serve the same index. timeout: seconds for the answer (a tenth of it,
+    and at least a second, to connect). attempts: tries in all before a request is given up.
+    """
+
+    def __init__(self, servers: str | Sequence[str], timeout: float = 60.0, attempts: int = 6):
+        names = servers.split(",") if isinstance(servers, str) else servers
+        self.servers = [name.strip().rstrip("/") for name in names if name.strip()]
+        if not self.servers:
+            raise UserError("no retrieval server given; name one, such as http://127.0.0.1:8000")
+        for name in self.servers:
+            if not name.startswith(("http://", "https://")):
+                raise UserError(f"retrieval server {name!r}: give its address as http://host:port")
+        self.timeout, self.attempts = timeout, attempts
+        self._turn = itertools.count(random.randrange(len(self.servers)))  # many clients do not all begin with the first
+        self._local = threading.local()
+
+    def retrieve(self, queries: Sequence[str], topk: int) -> list[list[tuple[dict, float]]]:
+        """Search-R1's /retrieve, of any server that speaks it -> for each query its (document, score), best first.
+
+        Raises:
+          RetrievalFault: every attempt failed. UserError: the server refuses the request.
+        """
+        body = {"queries": list(queries), "topk": topk, "return_scores": True}
+        answer = self.ask("POST", "/retrieve", json=body)
+        try:
+            return [[(hit["document"], float(hit["score"])) for hit in hits] for hits in answer.json()["result"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise RetrievalFault(f"{answer.url}: not an answer of /retrieve ({error!r})") from None
+
+    def ask(self, method: str, path: str, **options) -> requests.Response:
+        """A request with retries. Raises as `retrieve`."""
+        for attempt in range(1, self.attempts + 1):
+            server = self.servers[next(self._turn) % len(self.servers)]
+            try:
+                timeout = (max(1.0, self.timeout / 10), self.timeout)
+                answer = self._session().request(method, server + path, timeout=timeout, **options)
+                if answer.status_code < 400:
+                    return answer
+                failure = f"{server}{path} answers {answer.status_code}: {_detail(answer)}"
+                if answer.status_code < 500 and answer.status_code not in (408, 429):
+                    raise UserError(failure)
+            except requests.RequestException as error:
+                failure = f"{server}{path}: {type(error).__name__}: {error}"
+            if attempt == self.attempts:
+                raise RetrievalFault(f"{failure} ({self.attempts} attempts)")
+            # Half of the wait is chance: clients that failed together do not come back together.
+            wait = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+            log.warning("%s; attempt %d of %d follows", failure, attempt + 1, self.attempts)
+            time.sleep(wait)
+        raise AssertionError("unreachable")
+
+    def _session(self) -> requests.Session:
+        """One a thread: a session is not made to be shared."""
+        if not hasattr(self._local, "session"):
+            self._local.session = requests.Session()
+            self._local.session.trust_env = False  # servers are neighbours: a proxy for the internet must not come between
+        return self._local.session
+
+
+def _detail(answer: requests.Response) -> str:
+    try:
+        detail = answer.json()["detail"]
+        return detail if isinstance(detail, str) else "; ".join(str(part["msg"]) for part in detail)
+    except (ValueError, KeyError, TypeError):
+        return answer.text[:200] or answer.reason
+
+
+class RemoteIndex:
+    """`search`, `vectors`, `dim` and `len` of an EmbeddingIndex that a server holds.
+
+    The run encodes its queries itself, with its own adapter, and reads the passages from its own corpus file; rows, scores and the
+    candidates' vectors for the retriever's update come from the server (in bfloat16).
+    """
+
+    kind = "server"
+
+    def __init__(self, client: Client, encoder=None, corpus=None):
+        """Raises UserError when the server's index was built with another encoder, or from another corpus."""
+        self._client = client
+        try:
+            values = client.ask("GET", "/index").json()
+        except (RetrievalFault, ValueError) as error:
+            raise UserError(f"no retrieval server: {error}; start one with python -m bridge_jax.serve --index FOLDER") from None
+        self.manifest = manifests.from_json(values, client.servers[0])
+        manifests.refuse_other(client.servers[0], self.manifest, encoder, corpus)
+        self.dim = self.manifest.dim
+
+    def __len__(self) -> int:
+        return self.manifest.rows
+
+    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `EmbeddingIndex.search`. Raises RetrievalFault when no server answers."""
+        queries = check_queries(queries, self.dim, k, len(self))
+        found = [(np.zeros((0, k), np.float32), np.zeros((0, k), np.int32))]
+        for at in range(0, len(queries), SEARCHED):
+            part = queries[at : at + SEARCHED]
+            found.append(wire.read_hits(self._raw(f"/search?k={k}", part.astype("<f4")), len(part), k))
+        return np.concatenate([scores for scores, _ in found]), np.concatenate([rows for _, rows in found])
+
+    def vectors(self, rows: np.ndarray) -> np.ndarray:
+        """The stored vectors of `rows` [...] as float32 [..., D]. Each row is asked for once."""
+        distinct, places = np.unique(np.asarray(rows), return_inverse=True)
+        parts = [np.zeros((0, self.dim), np.float32)]
+        for at in range(0, len(distinct), FETCHED):
+            part = distinct[at : at + FETCHED]
+            parts.append(wire.read_vectors(self._raw("/vectors", part.astype("<i8")), len(part), self.dim))
+        return np.concatenate(parts)[places.reshape(np.shape(rows))]
+
+    def _raw(self, path: str, values: np.ndarray) -> bytes:
+        headers = {"content-type": "application/octet-stream"}
+        return self._client.ask("POST", path, data=np.ascontiguousarray(values).tobytes(), headers=headers).content

@@ -1,0 +1,73 @@
+"""What a run searches: its corpus, its index (a folder, a server, or built on first use), and the retriever over them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from bridge_jax.data import corpora
+from bridge_jax.data.cache import cache_dir
+from bridge_jax.errors import UserError
+from bridge_jax.models import e5
+from bridge_jax.retrieval.bm25 import BM25Retriever, build_bm25, open_bm25
+from bridge_jax.retrieval.client import Client, RemoteIndex
+from bridge_jax.retrieval.corpus import Corpus
+from bridge_jax.retrieval.index import build_index, open_index
+from bridge_jax.retrieval.merged import MergedCorpus, MergedIndex
+from bridge_jax.retrieval.retriever import Retriever
+
+
+def open_corpus(config: ConfigDict) -> Corpus | MergedCorpus:
+    """The passages of `config.index.corpus`; several names make a merged corpus."""
+    opened = [Corpus.open(corpora.corpus_path(name), config.index.limit or None) for name in _names(config.index.corpus)]
+    return opened[0] if len(opened) == 1 else MergedCorpus(opened)
+
+
+def open_retriever(
+    config: ConfigDict, encoder: e5.Encoder, corpus: Corpus | MergedCorpus, mesh: Mesh | None
+) -> Retriever | BM25Retriever:
+    """The retriever of a run; what is missing is built where it can be (`open_or_build`).
+
+    Raises:
+      UserError: no such index or server, or one of another encoder or corpus.
+    """
+    c = config.index
+    if c.kind == "bm25":
+        if isinstance(corpus, MergedCorpus):
+            raise UserError(f"config.index.corpus={c.corpus!r}: bm25 searches one corpus; give one")
+        folder = cache_dir() / "indexes" / f"bm25-{corpus.fingerprint[:16]}"
+        return open_bm25(c.folder, corpus) if c.folder else build_bm25(corpus, folder)
+    if c.server:
+        return Retriever(encoder, RemoteIndex(Client(c.server), encoder, corpus), corpus)
+    parts = corpus.corpora if isinstance(corpus, MergedCorpus) else [corpus]
+    folders = _names(c.folder) or [""] * len(parts)
+    if len(folders) != len(parts):
+        raise UserError(f"config.index.folder names {len(folders)} folders, config.index.corpus {len(parts)} corpora; give as many")
+    indexes = [open_or_build(config, encoder, part, folder, mesh) for part, folder in zip(parts, folders)]
+    return Retriever(encoder, indexes[0] if len(indexes) == 1 else MergedIndex(indexes, c.merge), corpus)
+
+
+def open_or_build(config: ConfigDict, encoder: e5.Encoder, corpus: Corpus, folder: str, mesh: Mesh | None):
+    """The index that fits encoder and corpus: `folder`, else one in the cache, built on first use (resumable)."""
+    kind = config.index.kind
+    if folder:
+        if not (Path(folder) / "manifest.json").is_file():
+            path = corpus.path if isinstance(corpus.path, Path) else " ".join(map(str, corpus.path))
+            raise UserError(
+                f"no index at {folder}: build it with python -m bridge_jax.index --corpus={path} "
+                f"--encoder={config.retriever.encoder} --out={folder}, or pass --config.index.folder= to have one in the cache"
+            )
+        return open_index(folder, encoder, corpus, None if kind == "auto" else kind, mesh)
+    what = (encoder.fingerprint, encoder.max_length, encoder.query_prefix, encoder.passage_prefix, corpus.fingerprint, kind)
+    name = f"{Path(config.retriever.encoder).name}-{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}"
+    index = build_index(corpus, encoder, cache_dir() / "indexes" / name, "exact" if kind == "approx" else kind)
+    if mesh is None and kind != "approx":
+        return index
+    return open_index(cache_dir() / "indexes" / name, encoder, corpus, kind if kind == "approx" else None, mesh)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
