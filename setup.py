@@ -36,7 +36,6 @@ setup(
         "safetensors>=0.5,<1",
         "gguf>=0.17,<1",
         "pyarrow>=18",
-        "requests>=2.31,<3",
         "rich>=13,<16",
         "requests>=2.32,<3",
     ],

@@ -17,9 +17,9 @@ from bridge_jax.evaluation.endpoint import Endpoint
 from bridge_jax.evaluation.fusion import FusedRetriever
 from bridge_jax.evaluation.generators import EndpointGenerator, PolicyGenerator
 from bridge_jax.evaluation.run import Agent, evaluation_engine
-from bridge_jax.retrieval.corpus import Corpus
 from bridge_jax.retrieval.retriever import Retriever
 from bridge_jax.training import assets as run_assets
+from bridge_jax.training.search import open_corpus, open_retriever
 from bridge_jax.training.session import Session
 
 TEMPLATE_TOKENS = 256  # more than the words of any baseline around the question
@@ -45,9 +45,7 @@ def open_search(config: ConfigDict, corpora: Sequence[str], encoders: Sequence[s
             own.index.corpus = name
             if corpora or encoders:
                 own.index.folder = ""  # the configured one is of another corpus or encoder
-            corpus = Corpus.open(run_assets.corpus_path(own), limit=config.index.limit or None)
-            index = run_assets.open_or_build_index(own, encoder, corpus, None)
-            group.append(Retriever(encoder, index, corpus))
+            group.append(open_retriever(own, encoder, open_corpus(own), None))
         groups.append(group)
     single = len(groups) == len(groups[0]) == 1
     return Search(groups[0][0] if single else FusedRetriever(groups), groups)
