@@ -164,10 +164,7 @@ class Sampler:
     def _split(self, tree):
         """Arrays of rows, caches with their rows in the second axis, and scalars, each where it belongs on the mesh."""
 
-        def place(x):
-            return constrain(x, self.mesh, P(None, BATCH, None, "tensor") if x.ndim == 5 else P(BATCH) if x.ndim else P())
-
-        return jax.tree.map(place, tree)
+        return jax.tree.map(lambda x: constrain(x, self.mesh, rows_spec(x.ndim)), tree)
 
     def _enter_impl(self, variables, state, prompts, lengths, slots, sample_ids, left):
         entering, length = prompts.shape
@@ -326,6 +323,11 @@ class Sampler:
             return self._split(jax.lax.dynamic_update_index_in_dim(x, moved, layer, axis=0))
 
         return jax.lax.fori_loop(0, x.shape[0], one_layer, x)
+
+
+def rows_spec(ndim: int) -> P:
+    """Where an array of a `DecodeState` lies: a cache, an array of rows (or groups), or a scalar."""
+    return P(None, BATCH, None, "tensor") if ndim == 5 else P(BATCH) if ndim else P()
 
 
 def _front(valid: jax.Array) -> jax.Array:
