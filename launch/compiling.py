@@ -71,6 +71,9 @@ def _compiled(lowered, program: Program, flags: dict[str, str], keep: Path | Non
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
             raise
+        if keep is not None:
+            keep.mkdir(parents=True, exist_ok=True)
+            (keep / f"{program.name}.error.txt").write_text(str(error))
         return {"compile_seconds": round(time.monotonic() - start, 1)} | read_shortage(str(error))
     seconds, text, memory = time.monotonic() - start, compiled.as_text(), compiled.memory_analysis()
     if keep is not None:

@@ -433,6 +433,8 @@ def shard_bytes(tree) -> float:
     """Bytes of one chip's part of abstract arrays."""
     total = 0.0
     for x in jax.tree.leaves(tree):
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            continue  # a static argument
         size = 4 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
         total += math.prod(x.sharding.shard_shape(x.shape)) * size
     return total

@@ -28,7 +28,7 @@ from bridge_jax.mesh import BATCH, constrain, param_sharding
 from bridge_jax.models import hub
 from bridge_jax.models.attention import attend, causal_mask
 from bridge_jax.models.attention_kernels import attend_sequences
-from bridge_jax.models.cache import KVBlock
+from bridge_jax.models.cache import KVBlock, write_columns
 from bridge_jax.models.decoder_config import Qwen2Config, ids_of, one_or_list
 from bridge_jax.models.layers import INIT, Dense, Embed, RMSNorm, rope, rotate
 from bridge_jax.models.lora import LoRAConfig, check_lora
@@ -65,9 +65,8 @@ class Block(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache_k is not None:
             # In the carry, not scanned in and out: XLA then updates the columns in place instead of copying the cache.
-            start = (layer, 0, write_at, 0, 0)
-            cache_k = jax.lax.dynamic_update_slice(cache_k, k[None].astype(cache_k.dtype), start)
-            cache_v = jax.lax.dynamic_update_slice(cache_v, v[None].astype(cache_v.dtype), start)
+            cache_k = write_columns(cache_k, k, layer, write_at, self.mesh)
+            cache_v = write_columns(cache_v, v, layer, write_at, self.mesh)
             k, v = (jax.lax.dynamic_index_in_dim(cache, layer, keepdims=False) for cache in (cache_k, cache_v))
         if mask is None:
             h = attend_sequences(q, k, v, segment_ids, self.attention, self.mesh)
