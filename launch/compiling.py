@@ -6,6 +6,7 @@ versions of jax and the compiler.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -22,7 +23,7 @@ from programs import Program
 from bridge_jax.data.cache import cache_dir
 from bridge_jax.errors import UserError
 
-FORM = 1  # of the kept answers: another number makes them anew
+FORM = 2  # of the kept answers: another number makes them anew
 COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "cpu": ("jaxlib",)}
 INSTALL = {"tpu": "pip install -e '.[tpu]'", "gpu": "pip install -e '.[cuda13]'"}
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -49,38 +50,34 @@ def need_compiler(target: targets.Target) -> str:
 def compile_program(program: Program, target: targets.Target, flags: dict[str, str], keep: Path | None = None) -> dict:
     """What the compiler says: a chip's bytes, FLOPs and collectives, or how much memory is missing.
 
-    flags: compiler options. keep: a folder for the optimised HLO, which is then compiled for even if the answer is known.
+    flags: compiler options. keep: a folder for the optimised HLO.
     """
-    start = time.monotonic()
     lowered = program.lower()
-    seconds = time.monotonic() - start
     what = (FORM, str(target.chip), target.chips, sorted(flags.items()), jax.__version__, need_compiler(target), lowered.as_text())
     path = cache_dir() / "fit" / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}.json"
-    if path.is_file() and keep is None:
-        return json.loads(path.read_text())
-    found = {"lower_seconds": round(seconds, 1)} | _compiled(lowered, program, flags, keep)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found))
-    return found
+    text = path.with_suffix(".txt.gz")
+    if not path.is_file():
+        found, optimised = _compiled(lowered, flags)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text.write_bytes(gzip.compress(optimised.encode()))
+        path.write_text(json.dumps(found))
+    found, optimised = json.loads(path.read_text()), gzip.decompress(text.read_bytes()).decode()
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        (keep / f"{program.name}.txt").write_text(optimised)
+    return found | (costs(optimised, program) if "argument_bytes" in found else read_shortage(optimised))
 
 
-def _compiled(lowered, program: Program, flags: dict[str, str], keep: Path | None) -> dict:
+def _compiled(lowered, flags: dict[str, str]) -> tuple[dict, str]:
+    """(what the compiler says, the optimised HLO); or the message that there is too little memory, in its place."""
     start = time.monotonic()
     try:
         compiled = lowered.compile(compiler_options=flags or None)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
             raise
-        if keep is not None:
-            keep.mkdir(parents=True, exist_ok=True)
-            (keep / f"{program.name}.error.txt").write_text(str(error))
-        return {"compile_seconds": round(time.monotonic() - start, 1)} | read_shortage(str(error))
-    seconds, text, memory = time.monotonic() - start, compiled.as_text(), compiled.memory_analysis()
-    if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
-        (keep / f"{program.name}.txt").write_text(text)
-    own = compiled.cost_analysis() or {}
-    cost = hlo.Module(text).cost()
+        return {"compile_seconds": round(time.monotonic() - start, 1)}, str(error)
+    seconds, memory, own = time.monotonic() - start, compiled.memory_analysis(), compiled.cost_analysis() or {}
     return {
         "compile_seconds": round(seconds, 1),
         "argument_bytes": memory.argument_size_in_bytes,
@@ -88,20 +85,34 @@ def _compiled(lowered, program: Program, flags: dict[str, str], keep: Path | Non
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
         "code_bytes": memory.generated_code_size_in_bytes,
+        "xla_flops": own.get("flops"),
+        "xla_bytes": own.get("bytes accessed"),
+    }, compiled.as_text()
+
+
+def costs(optimised: str, program: Program) -> dict:
+    """A chip's FLOPs, bytes and collectives: of the whole program, or of one of its steps (`Program.steps`)."""
+    module = hlo.Module(optimised)
+    cost = module.cost()
+    if program.steps > 1:  # one turn of the loop is in it; what is outside is shared by all
+        turn = module.open_cost()
+        whole, cost = cost, hlo.Cost()
+        cost.add(turn, 1 - 1 / program.steps)
+        cost.add(whole, 1 / program.steps)
+    return {
         "flops": cost.flops,
         "bytes": cost.bytes,
         "open_loops": cost.open_loops,
-        "xla_flops": own.get("flops"),
-        "xla_bytes": own.get("bytes accessed"),
         "collectives": {kind: {"count": cost.count[kind], "bytes": cost.wire[kind]} for kind in sorted(cost.count)},
         "foreground_bytes": cost.waited,
-        "largest": [{"bytes": size, "what": what} for size, what in hlo.largest(text)],
+        "largest": [{"bytes": size, "what": what} for size, what in module.largest()],
     }
 
 
 def read_shortage(message: str) -> dict:
     """From the compiler's message: bytes that the program needs and may have, and its largest arrays."""
     found = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", message)
+    found = found or re.search(r"temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)", message)
     if not found:
         return {"needed_bytes": None, "allowed_bytes": None, "largest": [{"bytes": 0, "what": " ".join(message.split())[:300]}]}
     largest = [

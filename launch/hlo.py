@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import re
 from collections import Counter
@@ -133,7 +132,7 @@ class Module:
                 if start and not line.startswith("HloModule"):
                     current = self.computations.setdefault(start[2], {})
                     self.entry = start[2] if start[1] else self.entry
-            elif line.startswith("}"):
+            elif line.rstrip() == "}":
                 current = None
             elif op := _parse(line):
                 current[op.name] = op
@@ -143,18 +142,20 @@ class Module:
         """Of the whole program, or of one computation."""
         name = self.entry if computation is None else computation
         if name not in self._costs:
-            total = Cost()
+            total, channels = Cost(), set()
             ops = self.computations.get(name, {})
             for op in ops.values():
-                total.add(self._op(op, ops))
+                total.add(self._op(op, ops, channels))
             self._costs[name] = total
         return self._costs[name]
 
-    def loops(self, computation: str | None = None) -> Iterator[tuple[Op, int | None]]:
-        """The while loops of a computation and how often each runs."""
-        for op in self.computations[self.entry if computation is None else computation].values():
-            if op.kind == "while":
-                yield op, self.trips(op)
+    def open_cost(self) -> Cost:
+        """One turn of the program's own loops whose number of turns depends on data."""
+        total = Cost()
+        for op in self.computations[self.entry].values():
+            if op.kind == "while" and self.trips(op) is None:
+                total.add(self.cost(op.called[0]))
+        return total
 
     def trips(self, loop: Op) -> int | None:
         """How often a loop runs; None where data decide."""
@@ -165,10 +166,26 @@ class Module:
         compare = next((op for op in condition.values() if op.root), None)
         if compare is None or compare.kind != "compare" or compare.attribute("direction") != "LT":
             return None
-        limit = condition.get(compare.operands[-1])
-        return int(limit.argument) if limit and limit.kind == "constant" and limit.argument.isdigit() else None
+        counter, limit = (condition.get(name) for name in compare.operands)
+        if limit is None or limit.kind != "constant" or not limit.argument.isdigit():
+            return None
+        return -(-int(limit.argument) // self._stride(loop, counter))
 
-    def _op(self, op: Op, ops: dict[str, Op]) -> Cost:
+    def _stride(self, loop: Op, counter: Op | None) -> int:
+        """What a loop's body adds to its counter: more than 1 where the compiler has unrolled it."""
+        body = self.computations.get(loop.called[0], {})
+        result = next((op for op in body.values() if op.root), None)
+        index = counter.attribute("index") if counter is not None else None
+        if result is None or index is None or result.kind != "tuple":
+            return 1
+        add = body.get(result.operands[int(index)])
+        if add is None or add.kind != "add":
+            return 1
+        constants = [body[name].argument for name in add.operands if name in body and body[name].kind == "constant"]
+        return int(constants[0]) if constants and constants[0].isdigit() else 1
+
+    def _op(self, op: Op, ops: dict[str, Op], channels: set[str]) -> Cost:
+        """channels: those of the collectives met so far. A TPU's fused collective runs behind several fusions and stands in each."""
         cost, kind = Cost(), op.kind
         if kind == "while":
             trips = self.trips(op)
@@ -185,13 +202,17 @@ class Module:
         if kind == "fusion":
             inner = self.computations.get(op.called[0], {}) if op.called else {}
             for each in inner.values():  # products and collectives inside; its bytes are its own
-                part = self._op(each, inner)
+                part = self._op(each, inner, channels)
                 part.bytes = 0.0
                 cost.add(part)
             cost.bytes = self._fusion_bytes(op, ops)
             return cost
         base = next((c for c in COLLECTIVES if kind in (c, f"{c}-start")), None)
         if base:
+            channel = op.attribute("channel_id")
+            if channel in channels:
+                return cost
+            channels |= {channel} - {None}
             wire = _wire(base, op, ops)
             cost.count[base], cost.wire[base] = 1, wire
             cost.waited = 0.0 if kind.endswith("-start") else wire
@@ -254,6 +275,17 @@ class Module:
             nested = self.computations.get(root.called[0], {})
             return self._written(next((each for each in nested.values() if each.root), None), nested)
         return sum(a.bytes for a in root.arrays)
+
+    def largest(self, count: int = 5) -> list[tuple[float, str]]:
+        """The largest arrays that operations outside fusions make: (bytes, shape and where in the program)."""
+        fused = {name for ops in self.computations.values() for op in ops.values() if op.kind == "fusion" for name in op.called}
+        found: dict[tuple[float, str], str] = {}
+        for ops in (ops for name, ops in self.computations.items() if name not in fused):
+            for op in (op for op in ops.values() if op.kind not in _FREE):
+                for array in op.arrays:
+                    found.setdefault((array.bytes, f"{array.dtype}{list(array.dims)}"), op.where)
+        best = sorted(found.items(), key=lambda item: -item[0][0])[:count]
+        return [(size, f"{shape} {where}".strip()) for (size, shape), where in best]
 
 
 def _parse(line: str) -> Op | None:
@@ -409,27 +441,11 @@ def _group(op: Op) -> int:
     found = re.search(r"replica_groups=\[(\d+),(\d+)\]", op.text)
     if found:
         return int(found[2])
+    found = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", op.text)
+    if found:  # sizes of named axes, and the axes of a group
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+        return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", found[2]))
     found = re.search(r"replica_groups=\{\{([\d,]*)\}", op.text)
     if found:
         return max(1, found[1].count(",") + 1)
     return 2 if "source_target_pairs" in op.text else 1
-
-
-def largest(text: str, count: int = 5) -> list[tuple[float, str]]:
-    """The largest arrays that operations outside fusions make: (bytes, shape and where in the program)."""
-    module, found = Module(text), {}
-    fused = {name for ops in module.computations.values() for op in ops.values() if op.kind == "fusion" for name in op.called}
-    for name, ops in module.computations.items():
-        if name in fused:
-            continue
-        for op in ops.values():
-            if op.kind in _FREE:
-                continue
-            for array in op.arrays:
-                found.setdefault((array.bytes, f"{array.dtype}{list(array.dims)}"), op.where)
-    best = sorted(found.items(), key=lambda item: -item[0][0])[:count]
-    return [(size, f"{shape} {where}".strip()) for (size, shape), where in best]
-
-
-def describe(cost: Cost) -> dict:
-    return json.loads(json.dumps(dataclasses.asdict(cost)))

@@ -51,7 +51,8 @@ class Program:
 
     fn: the jitted function. args, static: what it is lowered with. chips: of its mesh. live: names of `Plan.resident` that are on
     the chips meanwhile; passed: bytes of them that are among its arguments. model_flops: of the whole program. least_bytes: what a
-    chip must move, or 0. shape: the sizes that memory depends on, for advice.
+    chip must move, or 0. steps: turns of its loop, one of which FLOPs and bytes are of. shape: the sizes that memory depends on, for
+    advice.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Program:
     passed: float
     model_flops: float
     least_bytes: float = 0.0
+    steps: int = 1
     shape: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def lower(self):
@@ -299,8 +301,8 @@ class _Builder:
         if not self.shape.tie_embeddings:
             weights -= shard_bytes(self.variables["params"]["embed"])  # a row a token
         least = weights + shard_bytes((self.decoding.shared, self.decoding.private))
-        static = {"steps": self.config.rollout.chunk}
-        return self._rollout("decode", self.sampler._decode, args, static, flops, least_bytes=least)
+        steps = self.config.rollout.chunk
+        return self._rollout("decode", self.sampler._decode, args, {"steps": steps}, flops, least_bytes=least, steps=steps)
 
     def _append(self) -> Program:
         """The longest observations appended to a part of the rows."""

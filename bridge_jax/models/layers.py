@@ -9,7 +9,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+from bridge_jax.mesh import constrain
 from bridge_jax.models.lora import LoRAConfig
 
 INIT = nn.initializers.normal(0.02)
@@ -58,17 +61,23 @@ class RMSNorm(nn.Module):
 
 
 class Embed(nn.Module):
-    """ids [...] int32 -> [..., features] in `dtype`; ids outside the table are clipped (padding may hold anything)."""
+    """ids [...] int32 -> [..., features] in `dtype`; ids outside the table are clipped (padding may hold anything).
+
+    Over a mesh the table is gathered along "fsdp" first: the devices split the ids, too, and would else make the states of the whole
+    batch each, from their part of the table, and add them up (its size grows with the batch; the table's does not).
+    """
 
     num_embeddings: int
     features: int
     dtype: Any = jnp.float32
+    mesh: Mesh | None = None
 
     def setup(self):
         self.embedding = self.param("embedding", INIT, (self.num_embeddings, self.features))
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        return jnp.take(self.embedding, ids, axis=0, mode="clip").astype(self.dtype)
+        table = constrain(self.embedding, self.mesh, P("tensor"))
+        return jnp.take(table, ids, axis=0, mode="clip").astype(self.dtype)
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ class Qwen2(nn.Module):
             positions = jnp.maximum(seen_before + seen - 1, 0)
         cos, sin = rope(positions, c.head_dim, c.rope_theta, c.rope_scaling)
 
-        embed = Embed(c.vocab_size, c.hidden_size, self.dtype, name="embed")
+        embed = Embed(c.vocab_size, c.hidden_size, self.dtype, self.mesh, name="embed")
         x = constrain(embed(tokens), self.mesh, P(BATCH))
         block = nn.remat(Block, prevent_cse=False) if self.remat else Block
         layers = nn.scan(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from bridge_jax.mesh import batch_ways
 from bridge_jax.models import qwen2
 
-# At once: 268 MB in float32, of which a backward pass holds a few copies. Qwen2.5's 151,936 entries make it 256 tokens.
+# At once on a device: 268 MB in float32, of which a backward pass holds a few copies. Qwen2.5's 151,936 entries make it 256 tokens.
 LOGITS = 1 << 26
 
 
@@ -30,8 +30,9 @@ def token_logps(
     """Log-probability of `targets` and the entropy of the distribution they were drawn from.
 
     hidden [B, T, D]: states that predict `targets` [B, T] int32 (already shifted by the caller). unembed_fn maps [..., D] to
-    logits [..., V]; gradients flow to `hidden` and to whatever it closes over. chunk: tokens (rows x columns) unembedded at once;
-    fewer where the vocabulary is so large that they would be more than `LOGITS` logits. ways: devices the rows are split over.
+    logits [..., V]; gradients flow to `hidden` and to whatever it closes over. chunk: tokens (rows x columns) unembedded at once for
+    each device; fewer where the vocabulary is so large that they would be more than `LOGITS` logits. ways: devices the rows are split
+    over (whose logits may then be split over the vocabulary: as many for each).
     Returns (logp [B, T] float32, entropy [B, T] float32); the entropy is a metric and carries no gradient.
 
     Rows are taken together as far as one column of them fits, and apart where it does not, as many of every device's at a time: a
@@ -41,9 +42,9 @@ def token_logps(
     vocabulary = jax.eval_shape(unembed_fn, jax.ShapeDtypeStruct((1, 1, D), hidden.dtype)).shape[-1]
     chunk = min(chunk, max(64, 1 << (LOGITS // vocabulary).bit_length() - 1))
     ways = ways if B % ways == 0 else 1
-    steps = steps_of(B // ways, chunk // ways)
+    steps = steps_of(B // ways, chunk)
     rows = B // steps
-    columns = max(1, min(T, chunk // rows))
+    columns = max(1, min(T, chunk * ways // rows))
     chunks = -(-T // columns)
     pad = chunks * columns - T
 
