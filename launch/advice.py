@@ -37,15 +37,14 @@ def _training(plan: Plan, shape: dict, missing: float, temp: float) -> list[str]
     elif local > 1:
         fitting = [n for n in range(1, int(local)) if local % n == 0 and temp * (1 - n / local) >= missing]
         n = max(fitting, default=1)
-        found.append(
-            f"--config.grpo.microbatch={n * ways} ({n} rows a chip instead of {local:.0f}: about {_gib(temp * (1 - n / local))} less)"
-        )
+        saved = _gib(temp * (1 - n / local))
+        found.append(f"--config.grpo.microbatch={n * ways} ({n} rows a chip instead of {local:.0f}: about {saved} less)")
     logits = COPIES * local * shape["logits"]
     kernel = {"tpu": "splash", "gpu": "cudnn"}.get(plan.target.chip.platform)
     if config.policy.attention in ("auto", "xla") and kernel and logits > missing / 4:
         found.append(
-            f"--config.policy.attention={kernel} (the attention logits of {local:.0f} rows of {shape['width']:.0f} tokens take about "
-            f"{_gib(logits)})"
+            f"--config.policy.attention={kernel} (the attention logits of {local:.0f} rows of {shape['width']:.0f} tokens take "
+            f"about {_gib(logits)})"
         )
     if not config.policy.remat:
         found.append("--config.policy.remat=true (activations of one layer at a time)")

@@ -134,7 +134,7 @@ def assess(plan, program, found: dict) -> dict:
 
     chip = plan.target.chip
     elsewhere = sum(plan.resident[name] for name in program.live) - program.passed
-    entry = {"chips": program.chips, **found, "elsewhere_bytes": elsewhere, "elsewhere": _elsewhere(plan, program)}
+    entry = {"chips": program.chips, **found, "elsewhere_bytes": elsewhere, "resident": list(program.live)}
     if "temp_bytes" in found:
         own = found["argument_bytes"] + found["temp_bytes"] + max(0, found["output_bytes"] - found["alias_bytes"])
         entry["peak_bytes"] = own
@@ -161,88 +161,87 @@ def assess(plan, program, found: dict) -> dict:
     return entry
 
 
-def _elsewhere(plan, program) -> list[str]:
-    return list(program.live)
+COLUMNS = (
+    "arguments",
+    "temporary",
+    "elsewhere",
+    "together",
+    "FLOPs",
+    "x model",
+    "bytes",
+    "x least",
+    "links",
+    "at least",
+    "by",
+    "compiled",
+)
 
 
 def show(result: dict) -> None:
+    """The table, what stays on a chip, the collectives, and what does not fit."""
     console = Console()
-    mesh = ", ".join(
-        f"{name} {' x '.join(f'{k}={v}' for k, v in shape.items() if v > 1) or 'one chip'}"
-        for name, shape in result["mesh"].items()
+    memory = result["memory_bytes"]
+    title = (
+        f"{result['policy']} on {result['target']}: {result['chips']} x {result['chip']} ({_meshes(result['mesh'])}); GiB a chip"
     )
-    table = Table(
-        title=f"{result['policy']} on {result['target']}: {result['chips']} x {result['chip']} ({mesh})", title_justify="left"
-    )
-    for name in (
-        "program",
-        "arguments",
-        "temporary",
-        "peak",
-        "elsewhere",
-        "together",
-        "FLOPs",
-        "x model",
-        "bytes",
-        "x least",
-        "links",
-        "at least",
-        "compiled",
-    ):
+    table = Table(title=title, title_justify="left")
+    for name in ("program", *COLUMNS):
         table.add_column(name, justify="left" if name == "program" else "right")
     for name, entry in result["programs"].items():
-        table.add_row(*_row(name, entry, result["memory_bytes"]))
+        table.add_row(*_row(name, entry, memory))
     console.print(table)
     held = ", ".join(f"{name} {size / GIB:.2f}" for name, size in result["resident_bytes"].items())
-    console.print(f"a chip: {result['memory_bytes'] / GIB:.2f} GiB for programs; GiB on it: {held}", highlight=False)
+    console.print(f"{memory / GIB:.2f} GiB of a chip for programs. On it: {held}", highlight=False)
     for name, entry in result["programs"].items():
-        for kind, each in entry.get("collectives", {}).items():
-            console.print(f"  {name}: {kind} x {each['count']:.0f}, {each['bytes'] / GIB:.3f} GiB a chip", highlight=False)
-    for note in result["notes"]:
-        console.print(f"note: {note}", highlight=False)
-    for line in shortages(result):
+        found = [f"{each['count']:.0f} {kind} {_gib(each['bytes'])}" for kind, each in entry.get("collectives", {}).items()]
+        if found:
+            console.print(f"  {name}: {', '.join(found)} GiB received", highlight=False)
+    for line in (*(f"note: {note}" for note in result["notes"]), *shortages(result)):
         console.print(line, highlight=False, soft_wrap=True)
     console.print("fits" if result["fits"] else "does not fit")
 
 
+def _meshes(mesh: dict[str, dict[str, int]]) -> str:
+    return ", ".join(
+        f"{name} {' x '.join(f'{k}={v}' for k, v in sizes.items() if v > 1) or 'one chip'}" for name, sizes in mesh.items()
+    )
+
+
 def shortages(result: dict) -> list[str]:
-    """One line a program that does not fit: how much is missing, what takes it, what to change."""
-    lines = []
+    """Of each program that does not fit: how much is missing, what to change, and what takes most."""
+    lines, memory = [], result["memory_bytes"]
     for name, entry in result["programs"].items():
         if entry["fits"]:
             continue
-        memory = result["memory_bytes"]
-        lines.append(
-            f"{name} does not fit {result['target']}: {entry['missing_bytes'] / GIB:.2f} GiB missing (needs {entry['phase_bytes'] / GIB:.2f} of "
-            f"{memory / GIB:.2f} GiB a chip, {entry['elsewhere_bytes'] / GIB:.2f} of it held by others); try "
-            + "; or ".join(entry["advice"])
-        )
-        lines += [f"    {each['bytes'] / GIB:.2f} GiB {each['what']}" for each in entry.get("largest", ())[:3]]
+        need = f"needs {_gib(entry['phase_bytes'])} of {_gib(memory)} GiB a chip, {_gib(entry['elsewhere_bytes'])} of it held by others"
+        missing = f"{name} does not fit {result['target']}: {_gib(entry['missing_bytes'])} GiB missing ({need})"
+        lines.append(f"{missing}; try {'; or '.join(entry['advice'])}")
+        lines += [f"    {_gib(each['bytes'])} GiB {each['what']}" for each in entry.get("largest", ())[:3]]
     return lines
 
 
+def _gib(size: float | None) -> str:
+    return "-" if size is None else f"{size / GIB:.2f}"
+
+
 def _row(name: str, entry: dict, memory: float) -> list[str]:
-    def gib(key: str) -> str:
-        return f"{entry[key] / GIB:.2f}" if entry.get(key) is not None else "-"
+    def number(key: str, form: str) -> str:
+        return f"{entry[key]:{form}}" if entry.get(key) else ""
 
-    def times(key: str) -> str:
-        return f"{entry[key]:.2f}" if entry.get(key) else ""
-
-    together = f"[{'green' if entry['fits'] else 'red'}]{entry['phase_bytes'] / GIB:.2f} / {memory / GIB:.2f}[/]"
     links = sum(each["bytes"] for each in entry.get("collectives", {}).values())
     return [
         name,
-        gib("argument_bytes"),
-        gib("temp_bytes"),
-        gib("peak_bytes"),
-        gib("elsewhere_bytes"),
-        together,
-        f"{entry['flops']:.2e}" if "flops" in entry else "-",
-        times("flops_ratio"),
-        f"{entry['bytes']:.2e}" if "bytes" in entry else "-",
-        times("bytes_ratio"),
+        _gib(entry.get("argument_bytes")),
+        _gib(entry["temp_bytes"]),
+        _gib(entry["elsewhere_bytes"]),
+        f"[{'green' if entry['fits'] else 'red'}]{_gib(entry['phase_bytes'])} / {_gib(memory)}[/]",
+        number("flops", ".2e"),
+        number("flops_ratio", ".2f"),
+        number("bytes", ".2e"),
+        number("bytes_ratio", ".2f"),
         f"{links:.1e}" if links else "",
-        f"{entry['roofline_seconds']:.2e} s ({entry['bound_by']})" if "roofline_seconds" in entry else "-",
+        f"{entry['roofline_seconds']:.3g} s" if "roofline_seconds" in entry else "",
+        entry.get("bound_by", ""),
         f"{entry['compile_seconds']:.0f} s",
     ]
 

@@ -185,7 +185,7 @@ class Module:
         return int(constants[0]) if constants and constants[0].isdigit() else 1
 
     def _op(self, op: Op, ops: dict[str, Op], channels: set[str]) -> Cost:
-        """channels: those of the collectives met so far. A TPU's fused collective runs behind several fusions and stands in each."""
+        """channels: of the collectives met so far. A TPU's fused collective runs behind several fusions and stands in each."""
         cost, kind = Cost(), op.kind
         if kind == "while":
             trips = self.trips(op)

@@ -51,7 +51,7 @@ class Program:
 
     fn: the jitted function. args, static: what it is lowered with. chips: of its mesh. live: names of `Plan.resident` that are on
     the chips meanwhile; passed: bytes of them that are among its arguments. model_flops: of the whole program. least_bytes: what a
-    chip must move, or 0. steps: turns of its loop, one of which FLOPs and bytes are of. shape: the sizes that memory depends on, for
+    chip must move, or 0. steps: turns of its loop, one of which FLOPs and bytes are of. shape: sizes that memory depends on, for
     advice.
     """
 
@@ -182,8 +182,8 @@ class _Builder:
             notes.append(f"config.train.questions={config.train.questions} does not split over {self.target.hosts} hosts")
         if self.shape.num_kv_heads % rollout_tensor(config):
             notes.append(
-                f"config.mesh.rollout_tensor={rollout_tensor(config)}: the model has {self.shape.num_kv_heads} key/value heads: every "
-                "chip holds all of the cache of its rows"
+                f"config.mesh.rollout_tensor={rollout_tensor(config)}: the model has {self.shape.num_kv_heads} key/value heads: "
+                "every chip holds all of the cache of its rows"
             )
         if self.settings.estimator != "one_state":
             notes.append(f"method {config.method.name}: its backward pass through document scoring is not among the programs")

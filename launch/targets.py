@@ -74,7 +74,7 @@ EXAMPLES = "v5e-16, v5e:4x4, v5p-64, v6e-16, v4-32, a100x8, h100x8, h200x8, h200
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a run would have: `chips` chips, `hosts` processes of `local` chips each; `shape` of the whole, as the compiler takes it."""
+    """What a run would have: `chips` chips, `hosts` processes of `local` chips each; `shape`: of the whole, for the compiler."""
 
     name: str
     chip: Chip

@@ -143,7 +143,7 @@ class Block(nn.Module):
         c = self.config
 
         def dense(name: str, features: int) -> Dense:
-            return Dense(features, True, self.dtype, self.lora, name=name)
+            return Dense(features, True, self.dtype, self.lora, self.mesh, c.units.get(name), name=name)
 
         heads = (*x.shape[:2], c.num_heads, c.hidden_size // c.num_heads)
         q, k, v = (dense(name, c.hidden_size)(x).reshape(heads) for name in ("query", "key", "value"))

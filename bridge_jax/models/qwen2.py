@@ -54,7 +54,7 @@ class Block(nn.Module):
         batch, length, _ = x.shape
 
         def dense(name, features, bias=False):
-            return Dense(features, bias, self.dtype, self.lora, name=name)
+            return Dense(features, bias, self.dtype, self.lora, self.mesh, c.units.get(name), name=name)
 
         h = RMSNorm(c.rms_norm_eps, name="input_norm")(x)
         q = dense("q_proj", c.num_heads * c.head_dim, c.qkv_bias)(h).reshape(batch, length, c.num_heads, c.head_dim)

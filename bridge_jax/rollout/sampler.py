@@ -345,7 +345,7 @@ class Sampler:
         return self._by_layers(x, jax.lax.dynamic_index_in_dim, order)
 
     def _by_layers(self, out, source, order):
-        """Columns `order` of source(out, layer) [1, B, S, K, H] at the front of every layer of `out`; all at once would be copied."""
+        """Columns `order` of source(out, layer) [1, B, S, K, H] to the front of each layer of `out`: all at once is a copy."""
 
         def one_layer(layer, out):
             moved = _moved(source(out, layer), order)
