@@ -20,7 +20,7 @@ def advise(plan: Plan, name: str, shape: dict, entry: dict) -> list[str]:
     if name in ("policy_step", "logprobs"):
         return _training(plan, shape, missing, temp)
     if name in ("decode", "enter", "append", "widen"):
-        return _rollout(plan, missing, temp, shape)
+        return _rollout(plan, missing)
     if name == "score":
         return _scoring(plan, missing, temp)
     if name == "retriever_step":
@@ -56,16 +56,16 @@ def _training(plan: Plan, shape: dict, missing: float, temp: float) -> list[str]
     return found
 
 
-def _rollout(plan: Plan, missing: float, temp: float, shape: dict) -> list[str]:
+def _rollout(plan: Plan, missing: float) -> list[str]:
     config = plan.config
     groups = config.rollout.batch_groups
     ways = math.prod(plan.rollout_mesh.shape[a] for a in ("data", "fsdp"))
-    a_group = (plan.resident["cache"] + temp) / groups
+    a_group = plan.resident["cache"] / groups  # and some of the temporaries, which is not counted on
     fitting = math.floor(groups - missing / a_group)
     fitting -= fitting % ways
     found = []
     if fitting >= ways:
-        found.append(f"--config.rollout.batch_groups={fitting} (a group takes about {_gib(a_group)} of a chip)")
+        found.append(f"--config.rollout.batch_groups={fitting} (a group's cache takes {_gib(a_group)} of a chip)")
     else:
         found.append(f"--config.rollout.batch_groups={ways} is not enough by itself")
     return found + _weights(plan)

@@ -202,9 +202,10 @@ def show(result: dict) -> None:
 
 
 def _meshes(mesh: dict[str, dict[str, int]]) -> str:
-    return ", ".join(
-        f"{name} {' x '.join(f'{k}={v}' for k, v in sizes.items() if v > 1) or 'one chip'}" for name, sizes in mesh.items()
-    )
+    def sizes(axes: dict[str, int]) -> str:
+        return " x ".join(f"{name}={size}" for name, size in axes.items() if size > 1) or "one chip"
+
+    return ", ".join(f"{name} {sizes(axes)}" for name, axes in mesh.items())
 
 
 def shortages(result: dict) -> list[str]:
@@ -213,7 +214,7 @@ def shortages(result: dict) -> list[str]:
     for name, entry in result["programs"].items():
         if entry["fits"]:
             continue
-        need = f"needs {_gib(entry['phase_bytes'])} of {_gib(memory)} GiB a chip, {_gib(entry['elsewhere_bytes'])} of it held by others"
+        need = f"needs {_gib(entry['phase_bytes'])} of {_gib(memory)} GiB a chip, {_gib(entry['elsewhere_bytes'])} held by others"
         missing = f"{name} does not fit {result['target']}: {_gib(entry['missing_bytes'])} GiB missing ({need})"
         lines.append(f"{missing}; try {'; or '.join(entry['advice'])}")
         lines += [f"    {_gib(each['bytes'])} GiB {each['what']}" for each in entry.get("largest", ())[:3]]

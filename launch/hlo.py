@@ -33,8 +33,8 @@ COLLECTIVES = (
     "collective-broadcast",
 )
 _FREE = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "iota", "opt-barrier",
-    "add-dependency", "domain", "while", "conditional", "call", "get-dimension-size", "copy-done", "async-update",
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "iota",
+    "opt-barrier", "add-dependency", "domain", "while", "conditional", "call", "get-dimension-size", "copy-done", "async-update",
 }  # fmt: skip
 _SHAPE = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\](\{[^{}]*\})?")
 _NAME = re.compile(r"%?([\w.\-]+)")
