@@ -72,7 +72,7 @@ def _compiled(lowered, flags: dict[str, str]) -> tuple[dict, str]:
     """(what the compiler says, the optimised HLO); or the message that there is too little memory, in its place."""
     start = time.monotonic()
     try:
-        compiled = lowered.compile(compiler_options=flags or None)
+        compiled = lowered.compile(compiler_options={name: _typed(value) for name, value in flags.items()} or None)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
             raise
@@ -88,6 +88,11 @@ def _compiled(lowered, flags: dict[str, str]) -> tuple[dict, str]:
         "xla_flops": own.get("flops"),
         "xla_bytes": own.get("bytes accessed"),
     }, compiled.as_text()
+
+
+def _typed(value: str) -> bool | int | str:
+    """XLA's options for GPUs want Python's types."""
+    return {"true": True, "false": False}.get(value, int(value) if value.isdigit() else value)
 
 
 def costs(optimised: str, program: Program) -> dict:

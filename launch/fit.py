@@ -23,6 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the checkout this script is of
 
 import targets
+import xla_flags
 from rich.console import Console
 from rich.table import Table
 
@@ -45,13 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     configuration.add_config_flag(parser)
     parser.add_argument("--target", required=True, metavar="NAME", help=f"chips to compile for: {targets.EXAMPLES}")
     parser.add_argument("--programs", default="", metavar="A,B", help="some of them only; see the table for their names")
-    parser.add_argument("--flags", default="", metavar="A=B,..", help="XLA options to compile with, without the leading --")
+    parser.add_argument("--flags", default="", metavar="A=B,..", help="more XLA options to compile with, without the leading --")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON object there as well")
     parser.add_argument("--hlo", type=Path, metavar="FOLDER", help="keep each program's optimised HLO there")
     args, config = configuration.parse_args(parser, argv)
     target = targets.parse(args.target)
-    result = fit(config, target, _names(args.programs), _flags(args.flags), args.hlo)
+    result = fit(config, target, _names(args.programs), launcher_flags(target) | _flags(args.flags), args.hlo)
     result = {"command": shlex.join(["python", "launch/fit.py", *argv]), **result}
     if args.out:
         write_text(args.out, json.dumps(result, indent=1) + "\n")
@@ -64,6 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _names(given: str) -> list[str] | None:
     return [name.strip() for name in given.split(",") if name.strip()] or None
+
+
+def launcher_flags(target: targets.Target) -> dict[str, str]:
+    """What launch/gpu.py compiles with. What launch/tpu.py sets are the defaults of libtpu: the same programs without."""
+    return {name: value for name, (value, _) in xla_flags.GPU.items()} if target.chip.platform == "gpu" else {}
 
 
 def _flags(given: str) -> dict[str, str]:
@@ -110,6 +116,7 @@ def fit(
         "resident_bytes": plan.resident,
         "notes": plan.notes,
         "programs": entries,
+        "flags": flags or {},
         "versions": {"jax": importlib.metadata.version("jax"), "compiler": compiler},
     }
 
@@ -117,6 +124,7 @@ def fit(
 def prepare(target: targets.Target) -> None:
     """Before jax wakes up: nothing but the CPU is looked for, and that has as many devices as the target."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu would ask a metadata server whether this is a TPU machine
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip to share: several of us may compile at once
     os.environ["JAX_PLATFORMS"] = "cpu"
     if target.chip.platform == "cpu":
         flag = f"--xla_force_host_platform_device_count={target.chips}"

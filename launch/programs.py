@@ -98,7 +98,9 @@ def devices_of(target: targets.Target, shape: str) -> list:
         return found[: math.prod(map(int, shape.split("x")))]
     try:
         if target.chip.platform == "tpu":
-            return list(topologies.get_topology_desc(platform="tpu", topology_name=f"{target.chip.name}:{shape}").devices)
+            alone = {"chips_per_host_bounds": (1, 1, 1)} if target.chips == 1 else {}
+            name = f"{target.chip.name}:{shape}"
+            return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **alone).devices)
         description = targets.gpu_description(target.chip)
         return list(topologies.get_topology_desc(platform="cuda", target_config=description, topology=shape).devices)
     except Exception as error:  # the plugins raise several kinds
