@@ -25,9 +25,8 @@ BATCH = ("data", "fsdp")
 _COLUMN = ("fsdp", "tensor")  # [in, out]: each device computes some heads or ffn columns
 _ROW = ("tensor", "fsdp")  # [in, out]: consumes what the column-parallel kernels made
 _KERNELS = {
-    **dict.fromkeys(
-        ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "query", "key", "value", "intermediate", "lm_head"), _COLUMN
-    ),
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "query", "key", "value", "intermediate"), _COLUMN),
+    "lm_head": (None, ("fsdp", "tensor")),  # as the embedding: logits are computed in parts of the vocabulary
     **dict.fromkeys(("o_proj", "down_proj", "attention_output", "output"), _ROW),
 }
 # An embedding sharded along both dimensions makes XLA rematerialise it whole at the lookup: only the vocabulary is split.

@@ -143,3 +143,11 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
     assert done.returncode == 2
     assert done.stderr.strip().count("\n") == 0 and "credit.gamma" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_the_papers_settings_are_the_defaults():
+    """configs/qwen2_5_3b.py says where each number comes from; qwen2_5_7b.py refers to it."""
+    known = configuration.flatten(configuration.default())
+    for name, changed in (("3b", {}), ("7b", {"policy.model": "Qwen/Qwen2.5-7B"})):
+        config = configuration.load(Path(__file__).parents[1] / "configs" / f"qwen2_5_{name}.py")
+        assert configuration.flatten(config) == known | changed

@@ -144,7 +144,7 @@ class Block(nn.Module):
         c = self.config
 
         def dense(name: str, features: int) -> Dense:
-            return Dense(features, True, self.dtype, self.lora, name=name)
+            return Dense(features, True, self.dtype, self.lora, self.mesh, c.units.get(name), name=name)
 
         heads = (*x.shape[:2], c.num_heads, c.hidden_size // c.num_heads)
         q, k, v = (dense(name, c.hidden_size)(x).reshape(heads) for name in ("query", "key", "value"))
@@ -177,7 +177,7 @@ class Bert(nn.Module):
             check_lora(self.variables["params"], self.variables["lora"])
         positions = self.param("positions", INIT, (c.max_positions, c.hidden_size))
         types = self.param("types", INIT, (c.type_vocab_size, c.hidden_size))
-        x = Embed(c.vocab_size, c.hidden_size, self.dtype, name="embed")(tokens)
+        x = Embed(c.vocab_size, c.hidden_size, self.dtype, self.mesh, name="embed")(tokens)
         x = x + types[0].astype(self.dtype) + positions[:length].astype(self.dtype)
         x = constrain(LayerNorm(c.layer_norm_eps, name="embed_norm")(x), self.mesh, P(BATCH))
         layers = nn.scan(

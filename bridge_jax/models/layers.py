@@ -9,7 +9,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from bridge_jax.models.gather import gathered
 from bridge_jax.models.lora import LoRAConfig
 
 INIT = nn.initializers.normal(0.02)
@@ -26,12 +28,15 @@ class Dense(nn.Module):
     use_bias: bool = False
     dtype: Any = jnp.float32
     lora: LoRAConfig | None = None
+    mesh: Mesh | None = None
+    heads: int | None = None  # of its output or input, where it is part of an attention: never split
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.param("kernel", INIT, (x.shape[-1], self.features))
         x = x.astype(self.dtype)
-        y = x @ kernel.astype(self.dtype)
+        units = None if self.heads is None else {self.name: self.heads}
+        y = x @ gathered(kernel.astype(self.dtype), self.mesh, (self.name, "kernel"), units)
         if self.use_bias:
             y = y + self.param("bias", nn.initializers.zeros, (self.features,)).astype(self.dtype)
         if self.has_variable("lora", "a"):
@@ -58,17 +63,23 @@ class RMSNorm(nn.Module):
 
 
 class Embed(nn.Module):
-    """ids [...] int32 -> [..., features] in `dtype`; ids outside the table are clipped (padding may hold anything)."""
+    """ids [...] int32 -> [..., features] in `dtype`; ids outside the table are clipped (padding may hold anything).
+
+    Over a mesh the table is gathered along "fsdp" first. The devices split the ids, too: left alone, each would make the states of
+    the whole batch from its part of the table, and all would be added up; a batch grows with the devices, the table does not.
+    """
 
     num_embeddings: int
     features: int
     dtype: Any = jnp.float32
+    mesh: Mesh | None = None
 
     def setup(self):
         self.embedding = self.param("embedding", INIT, (self.num_embeddings, self.features))
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        return jnp.take(self.embedding, ids, axis=0, mode="clip").astype(self.dtype)
+        table = gathered(self.embedding, self.mesh, (self.name, "embedding"))
+        return jnp.take(table, ids, axis=0, mode="clip").astype(self.dtype)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from bridge_jax.mesh import BATCH, constrain, param_sharding
 from bridge_jax.models import hub
 from bridge_jax.models.attention import attend, causal_mask
 from bridge_jax.models.attention_kernels import attend_sequences
-from bridge_jax.models.cache import KVBlock
+from bridge_jax.models.cache import KVBlock, write_columns
 from bridge_jax.models.decoder_config import Qwen2Config, ids_of, one_or_list
 from bridge_jax.models.layers import INIT, Dense, Embed, RMSNorm, rope, rotate
 from bridge_jax.models.lora import LoRAConfig, check_lora
@@ -54,7 +54,7 @@ class Block(nn.Module):
         batch, length, _ = x.shape
 
         def dense(name, features, bias=False):
-            return Dense(features, bias, self.dtype, self.lora, name=name)
+            return Dense(features, bias, self.dtype, self.lora, self.mesh, c.units.get(name), name=name)
 
         h = RMSNorm(c.rms_norm_eps, name="input_norm")(x)
         q = dense("q_proj", c.num_heads * c.head_dim, c.qkv_bias)(h).reshape(batch, length, c.num_heads, c.head_dim)
@@ -65,9 +65,8 @@ class Block(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache_k is not None:
             # In the carry, not scanned in and out: XLA then updates the columns in place instead of copying the cache.
-            start = (layer, 0, write_at, 0, 0)
-            cache_k = jax.lax.dynamic_update_slice(cache_k, k[None].astype(cache_k.dtype), start)
-            cache_v = jax.lax.dynamic_update_slice(cache_v, v[None].astype(cache_v.dtype), start)
+            cache_k = write_columns(cache_k, k, layer, write_at, self.mesh)
+            cache_v = write_columns(cache_v, v, layer, write_at, self.mesh)
             k, v = (jax.lax.dynamic_index_in_dim(cache, layer, keepdims=False) for cache in (cache_k, cache_v))
         if mask is None:
             h = attend_sequences(q, k, v, segment_ids, self.attention, self.mesh)
@@ -168,7 +167,7 @@ class Qwen2(nn.Module):
             positions = jnp.maximum(seen_before + seen - 1, 0)
         cos, sin = rope(positions, c.head_dim, c.rope_theta, c.rope_scaling)
 
-        embed = Embed(c.vocab_size, c.hidden_size, self.dtype, name="embed")
+        embed = Embed(c.vocab_size, c.hidden_size, self.dtype, self.mesh, name="embed")
         x = constrain(embed(tokens), self.mesh, P(BATCH))
         block = nn.remat(Block, prevent_cse=False) if self.remat else Block
         layers = nn.scan(

@@ -102,7 +102,7 @@ def _after_block(model, variables, shared, continuation, continuation_valid, ans
     targets = jnp.take_along_axis(rows, columns, -1)
     hidden = jnp.take_along_axis(hidden, jnp.maximum(columns - 1, 0)[..., None], 1)
     head = functools.partial(qwen2.unembed, variables["params"], config=model.config)
-    logps, _ = token_logps(hidden, head, targets, chunk, batch_ways(model.mesh))
+    logps, _ = token_logps(hidden, head, targets, chunk, batch_ways(model.mesh), model.mesh)
     return jnp.where(counted, logps, 0.0).sum(-1).reshape(U, C)
 
 

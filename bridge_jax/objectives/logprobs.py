@@ -11,11 +11,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from bridge_jax.mesh import batch_ways
+from bridge_jax.mesh import BATCH, batch_ways, constrain
 from bridge_jax.models import qwen2
 
-# At once: 268 MB in float32, of which a backward pass holds a few copies. Qwen2.5's 151,936 entries make it 256 tokens.
+# At once on a device: 268 MB in float32, of which a backward pass holds a few copies. Qwen2.5's 151,936 entries make it 256 tokens.
 LOGITS = 1 << 26
 
 
@@ -25,13 +27,19 @@ def steps_of(count: int, most: int) -> int:
 
 
 def token_logps(
-    hidden: jax.Array, unembed_fn: Callable[[jax.Array], jax.Array], targets: jax.Array, chunk: int = 1024, ways: int = 1
+    hidden: jax.Array,
+    unembed_fn: Callable[[jax.Array], jax.Array],
+    targets: jax.Array,
+    chunk: int = 1024,
+    ways: int = 1,
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of `targets` and the entropy of the distribution they were drawn from.
 
     hidden [B, T, D]: states that predict `targets` [B, T] int32 (already shifted by the caller). unembed_fn maps [..., D] to
-    logits [..., V]; gradients flow to `hidden` and to whatever it closes over. chunk: tokens (rows x columns) unembedded at once;
-    fewer where the vocabulary is so large that they would be more than `LOGITS` logits. ways: devices the rows are split over.
+    logits [..., V]; gradients flow to `hidden` and to whatever it closes over. chunk: tokens (rows x columns) unembedded at once
+    for each device; fewer where the vocabulary is so large that they would be more than `LOGITS` logits. ways: devices the rows are
+    split over. mesh: theirs; it splits a chunk's logits over the vocabulary, where that divides, instead of rows.
     Returns (logp [B, T] float32, entropy [B, T] float32); the entropy is a metric and carries no gradient.
 
     Rows are taken together as far as one column of them fits, and apart where it does not, as many of every device's at a time: a
@@ -41,9 +49,12 @@ def token_logps(
     vocabulary = jax.eval_shape(unembed_fn, jax.ShapeDtypeStruct((1, 1, D), hidden.dtype)).shape[-1]
     chunk = min(chunk, max(64, 1 << (LOGITS // vocabulary).bit_length() - 1))
     ways = ways if B % ways == 0 else 1
-    steps = steps_of(B // ways, chunk // ways)
+    # Parts of the vocabulary on every device, for the rows of all: the states of a chunk are few, its logits and the weights many.
+    parts = mesh is not None and vocabulary % (mesh.shape["fsdp"] * mesh.shape["tensor"]) == 0
+    rows_over, logits_over = (P("data"), P("data", None, ("fsdp", "tensor"))) if parts else (P(BATCH), P(BATCH, None, "tensor"))
+    steps = steps_of(B // ways, chunk)
     rows = B // steps
-    columns = max(1, min(T, chunk // rows))
+    columns = max(1, min(T, chunk * ways // rows))
     chunks = -(-T // columns)
     pad = chunks * columns - T
 
@@ -54,8 +65,8 @@ def token_logps(
 
     @jax.checkpoint
     def one_chunk(args):
-        states, labels = args
-        logits = unembed_fn(states).astype(jnp.float32)
+        states, labels = (constrain(x, mesh, rows_over) for x in args)
+        logits = constrain(unembed_fn(states).astype(jnp.float32), mesh, logits_over)
         normaliser = jax.nn.logsumexp(logits, -1)
         # A masked sum instead of a gather: it fuses, needs no scatter backwards, and partitions over a sharded vocabulary.
         hit = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == labels[..., None]
@@ -80,7 +91,7 @@ def sequence_logps(model, variables, tokens, *, positions=None, segment_ids=None
     """
     hidden = model.apply(variables, tokens, positions=positions, segment_ids=segment_ids, output="hidden")
     head = functools.partial(qwen2.unembed, variables["params"], config=model.config)
-    logp, entropy = token_logps(hidden, head, jnp.roll(tokens, -1, axis=1), chunk, batch_ways(model.mesh))
+    logp, entropy = token_logps(hidden, head, jnp.roll(tokens, -1, axis=1), chunk, batch_ways(model.mesh), model.mesh)
 
     def shift(x):
         return jnp.pad(x[:, :-1], ((0, 0), (1, 0)))

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from bridge_jax.mesh import BATCH, constrain
+from bridge_jax.mesh import BATCH, batch_ways, constrain
 from bridge_jax.models.cache import KVBlock
 from bridge_jax.models.qwen2 import unembed
 from bridge_jax.rollout.drawing import pick
@@ -164,10 +164,7 @@ class Sampler:
     def _split(self, tree):
         """Arrays of rows, caches with their rows in the second axis, and scalars, each where it belongs on the mesh."""
 
-        def place(x):
-            return constrain(x, self.mesh, P(None, BATCH, None, "tensor") if x.ndim == 5 else P(BATCH) if x.ndim else P())
-
-        return jax.tree.map(place, tree)
+        return jax.tree.map(lambda x: constrain(x, self.mesh, rows_spec(x.ndim)), tree)
 
     def _enter_impl(self, variables, state, prompts, lengths, slots, sample_ids, left):
         entering, length = prompts.shape
@@ -276,15 +273,15 @@ class Sampler:
         length = tokens.shape[1]
         steps = jnp.arange(length, dtype=jnp.int32)
         valid = steps < lengths[:, None]
-        private = self._split(_take(state.private, at))
+        private = self._split(self._take(state.private, at))
         behind = jnp.where(rows < total, private.valid.sum(1, dtype=jnp.int32), 0).max()
         hidden, private = self.model.apply(
             variables,
             tokens,
             positions=state.position[at, None] + steps,
             valid=valid,
-            shared=self._split(_take(state.shared, at // (total // groups))),
-            private=_compacted(private),
+            shared=self._split(self._take(state.shared, at // (total // groups))),
+            private=self._compacted(private),
             write_at=behind,
             output="hidden",
         )
@@ -310,6 +307,28 @@ class Sampler:
         )
         return self._split(state)
 
+    def _take(self, block: KVBlock, rows: jax.Array) -> KVBlock:
+        """The rows [R] of a block of B rows as a block of R."""
+        return KVBlock(k=self._cache_rows(block.k, rows), v=self._cache_rows(block.v, rows), valid=block.valid[rows])
+
+    def _cache_rows(self, x: jax.Array, rows: jax.Array) -> jax.Array:
+        """x [L, B, S, K, H], rows [R] in [0, B) -> [L, R, S, K, H]. Over a mesh each device gives the rows it has."""
+        if self.mesh is None:
+            return _rows_of(x, rows)
+        ways = batch_ways(self.mesh)
+        if x.shape[1] % ways:
+            return x[:, rows]
+        heads = "tensor" if x.shape[3] % self.mesh.shape["tensor"] == 0 else None
+        split = rows.shape[0] % ways == 0
+
+        def local(x, rows):
+            own = _rows_of(x, rows - jax.lax.axis_index(BATCH) * x.shape[1])
+            return jax.lax.psum_scatter(own, BATCH, scatter_dimension=1, tiled=True) if split else jax.lax.psum(own, BATCH)
+
+        specs = P(None, BATCH, None, heads), P()
+        out = P(None, BATCH if split else None, None, heads)
+        return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)(x, rows)
+
     def _order_impl(self, valid, keep, *, width):
         """valid [B, S], keep [B] -> what is where after compaction: (order [B, min(S, width)], valid [B, width], column [])."""
         valid = valid & keep[:, None]
@@ -318,14 +337,31 @@ class Sampler:
         return self._split((order, valid, valid.sum(1, dtype=jnp.int32).max()))
 
     def _move_impl(self, x, order, *, width):
-        return self._split(jnp.pad(_moved(x, order), ((0, 0), (0, 0), (0, width - order.shape[1]), (0, 0), (0, 0))))
+        """x [L, B, S, K, H], order [B, W] -> [L, B, width, K, H]"""
+        moved = self._split(jnp.zeros((*x.shape[:2], width, *x.shape[3:]), x.dtype))
+        return self._by_layers(moved, lambda moved, layer: jax.lax.dynamic_index_in_dim(x, layer), order)
 
     def _move_in_place_impl(self, x, order):
-        def one_layer(layer, x):
-            moved = _moved(jax.lax.dynamic_index_in_dim(x, layer), order)
-            return self._split(jax.lax.dynamic_update_index_in_dim(x, moved, layer, axis=0))
+        return self._by_layers(x, jax.lax.dynamic_index_in_dim, order)
 
-        return jax.lax.fori_loop(0, x.shape[0], one_layer, x)
+    def _by_layers(self, out, source, order):
+        """Columns `order` of source(out, layer) [1, B, S, K, H] to the front of each layer of `out`: all at once is a copy."""
+
+        def one_layer(layer, out):
+            moved = _moved(source(out, layer), order)
+            return self._split(jax.lax.dynamic_update_slice(out, moved, (layer, 0, 0, 0, 0)))
+
+        return jax.lax.fori_loop(0, out.shape[0], one_layer, out)
+
+    def _compacted(self, block: KVBlock) -> KVBlock:
+        order = _front(block.valid)
+        k, v = (self._move_in_place_impl(x, order) for x in (block.k, block.v))
+        return KVBlock(k, v, jnp.take_along_axis(block.valid, order, axis=1))
+
+
+def rows_spec(ndim: int) -> P:
+    """Where an array of a `DecodeState` lies: a cache, an array of rows (or groups), or a scalar."""
+    return P(None, BATCH, None, "tensor") if ndim == 5 else P(BATCH) if ndim else P()
 
 
 def _front(valid: jax.Array) -> jax.Array:
@@ -341,13 +377,19 @@ def _moved(x: jax.Array, order: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, order[None, :, :, None, None], axis=2)
 
 
-def _compacted(block: KVBlock) -> KVBlock:
-    order = _front(block.valid)
-    return KVBlock(_moved(block.k, order), _moved(block.v, order), jnp.take_along_axis(block.valid, order, axis=1))
+def _rows_of(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """x [L, B, S, K, H], rows [R] -> [L, R, S, K, H], zeros where a row is outside [0, B).
 
+    One after another: a gather would first copy the whole cache on TPUs.
+    """
+    size = (x.shape[0], 1, *x.shape[2:])
 
-def _take(block: KVBlock, rows: jax.Array) -> KVBlock:
-    return KVBlock(k=block.k[:, rows], v=block.v[:, rows], valid=block.valid[rows])
+    def copy(n, out):
+        here = (rows[n] >= 0) & (rows[n] < x.shape[1])
+        row = jax.lax.dynamic_slice_in_dim(x, jnp.clip(rows[n], 0, x.shape[1] - 1), 1, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(here, row, jnp.zeros(size, x.dtype)), n, axis=1)
+
+    return jax.lax.fori_loop(0, rows.shape[0], copy, jnp.zeros((x.shape[0], rows.shape[0], *x.shape[2:]), x.dtype))
 
 
 def _last(hidden: jax.Array, lengths: jax.Array) -> jax.Array:

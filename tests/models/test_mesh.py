@@ -25,7 +25,7 @@ def test_rules():
     assert spec("layers/q_proj/kernel", (24, 896, 896)) == P(None, "fsdp", "tensor")
     assert spec("layers/q_proj/bias", (24, 896)) == P(None, "tensor")
     assert spec("layers/o_proj/kernel", (24, 896, 896)) == P(None, "tensor", "fsdp")
-    assert spec("lm_head/kernel", (896, 151936)) == P("fsdp", "tensor")
+    assert spec("lm_head/kernel", (896, 151936)) == P(None, ("fsdp", "tensor"))
     assert spec("layers/input_norm/scale", (24, 896)) == P(None, None)
     assert spec("layers/q_proj/a", (24, 896, 16)) == P(None, None, None)
 

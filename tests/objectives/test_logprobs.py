@@ -55,14 +55,14 @@ SHAPES = [(3, 50, 30, 1), (96, 5, 30, 1), (1000, 3, 4096, 1), (96, 5, 30, 8), (6
 
 @pytest.mark.parametrize(("B", "T", "chunk", "ways"), SHAPES)
 def test_logits_at_once(monkeypatch, B, T, chunk, ways):
-    """No more than `chunk` tokens and `LOGITS` logits, unless a row of every device already is more."""
+    """No more than `chunk` tokens and `LOGITS` logits a device, unless a row already is more."""
     monkeypatch.setattr(logprobs, "LOGITS", 64 * 101)
     seen = []
     hidden, kernel, targets = inputs(B, T)
     jax.eval_shape(lambda h: token_logps(h, lambda x: seen.append(x.shape) or x @ kernel, targets, chunk, ways), hidden)
     rows, columns, _ = seen[-1]
-    assert rows * columns <= max(min(chunk, 64), ways) and rows % ways == 0
-    assert rows * columns >= min(min(chunk, 64) // 4, B * T)  # nor needlessly few
+    assert rows * columns <= min(chunk, 64) * ways and rows % ways == 0
+    assert rows * columns >= min(min(chunk, 64) * ways // 4, B * T)  # nor needlessly few
 
 
 SHARDED = """
@@ -74,13 +74,28 @@ mesh = make_mesh(data=2, fsdp=2, tensor=1)
 keys = jax.random.split(jax.random.key(0), 3)
 hidden, kernel = jax.random.normal(keys[0], (96, 5, 16)), jax.random.normal(keys[1], (16, 3001))
 targets = jax.random.randint(keys[2], (96, 5), 0, 3001)
-fn = jax.jit(lambda h, k, t, ways: token_logps(h, lambda x: x @ k, t, 32, ways)[0], static_argnums=3)
+fn = jax.jit(lambda h, k, t, ways, mesh=None: token_logps(h, lambda x: x @ k, t, 8, ways, mesh)[0], static_argnums=(3, 4))
 placed = [jax.device_put(x, batch_sharding(mesh)) for x in (hidden, targets)]
 compiled = fn.lower(placed[0], kernel, placed[1], 4).compile()
 text = compiled.as_text()
 assert "all-gather" not in text and "all-to-all" not in text and "collective-permute" not in text, "rows moved between devices"
 assert "f32[8,1,3001]" in text, "a device has its share of the 32 rows of a step"
-np.testing.assert_allclose(compiled(placed[0], kernel, placed[1]), fn(hidden, kernel, targets, 1), atol=1e-5)
+want = fn(hidden, kernel, targets, 1)
+np.testing.assert_allclose(compiled(placed[0], kernel, placed[1]), want, atol=1e-5)
+
+# Where the vocabulary divides over fsdp: half of it on a device, for the 16 rows of its data half; kernels and gradients stay split.
+kernel = kernel[:, :3000]
+want = fn(hidden, kernel, targets, 1)
+split = jax.device_put(kernel, jax.NamedSharding(mesh, jax.P(None, ("fsdp", "tensor"))))
+compiled = fn.lower(placed[0], split, placed[1], 4, mesh).compile()
+assert "f32[16,1,1500]" in compiled.as_text()
+np.testing.assert_allclose(compiled(placed[0], split, placed[1]), want, atol=1e-5)
+total = lambda k, *given: fn(given[0], k, *given[1:]).sum()
+gradient = jax.jit(jax.grad(total), static_argnums=(3, 4), out_shardings=split.sharding)
+text = gradient.lower(split, placed[0], placed[1], 4, mesh).compile().as_text()
+assert "f32[16,3000]" not in text, "the kernel, or its gradient, is whole on a device"
+got, want = gradient(split, placed[0], placed[1], 4, mesh), jax.grad(total)(kernel, hidden, targets, 1)
+np.testing.assert_allclose(got, want, atol=1e-4)
 """
 
 
