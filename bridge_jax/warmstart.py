@@ -30,7 +30,7 @@ from bridge_jax.training.assets import Assets, load_assets
 from bridge_jax.training.traces import Trace, TraceBuilder, trace_row
 from bridge_jax.training.workdir import claim_workdir, exclusive
 
-HELD_OUT = 20  # traces kept out of training, to see that it generalises
+HELD_OUT = 20  # most traces kept out of training, to see that it generalises; a tenth of them where they are few
 # What the warm start depends on; a rerun may change everything else.
 GROUPS = ("warmstart", "rollout", "retriever", "index")
 FIELDS = ("policy.model", "policy.compute_dtype", "data.train", "data.train_split", "train.seed")
@@ -122,7 +122,7 @@ def build_traces(assets: Assets, console: Console) -> tuple[list[Trace], list[Tr
         seed=config.train.seed,
     )
     questions = training_questions(config)
-    wanted = min(config.warmstart.questions + HELD_OUT, len(questions))
+    wanted = min(config.warmstart.questions + min(HELD_OUT, max(1, config.warmstart.questions // 9)), len(questions))
     with track("building traces", wanted, "traces") as advance:
         try:
             traces, skipped = builder.build(questions, wanted, advance)
