@@ -171,6 +171,17 @@ def test_workdir_belongs_to_one_configuration(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["train.steps"] == 99
 
 
+def test_a_longer_run_is_told_what_its_method_derives_from_the_length(tmp_path):
+    words = ["method.name=search_r1", "train.steps=10"]
+    claim_workdir(configuration.load(POCKET, words), tmp_path)
+    longer, may_change = [*words[:1], "train.steps=40"], ("train.steps",)
+    with pytest.raises(
+        UserError, match=r"warmup_steps was 6, now 23\): method search_r1 derives .*pass --config\.grpo\.warmup_steps=6 "
+    ):
+        claim_workdir(configuration.load(POCKET, longer), tmp_path, may_change=may_change)
+    claim_workdir(configuration.load(POCKET, [*longer, "grpo.warmup_steps=6"]), tmp_path, may_change=may_change)
+
+
 def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
     command = [
         sys.executable,

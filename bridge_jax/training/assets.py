@@ -65,7 +65,7 @@ def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True
             *(config.grpo.microbatch, ways, ways),
         )
     mesh = mesh if mesh.size > 1 else None
-    corpus = Corpus.open(corpus_path(config), limit=config.index.limit or None)
+    corpus = open_corpus(config)
     encoder = load_encoder(config, mesh)
     source = policy_source(config, Path(workdir)) if use_warmstart else config.policy.model
     folder, compute_dtype = hub.resolve(source), jnp.dtype(config.policy.compute_dtype)
@@ -129,6 +129,10 @@ def load_encoder(config: ConfigDict, mesh: Mesh | None) -> e5.Encoder:
 
 def corpus_path(config: ConfigDict) -> Path:
     return corpora.corpus_path(config.index.corpus)
+
+
+def open_corpus(config: ConfigDict) -> Corpus:
+    return Corpus.open(corpus_path(config), limit=config.index.limit or None)
 
 
 def open_or_build_index(config: ConfigDict, encoder: e5.Encoder, corpus: Corpus, mesh: Mesh | None):
