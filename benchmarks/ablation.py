@@ -35,6 +35,7 @@ import outcomes as reading
 import plots
 import stats
 import training_runs as runs
+from arguments import some_of
 from machine import about
 from outcomes import Outcome
 from rich.console import Console
@@ -43,6 +44,7 @@ from rows import BASELINES, rows_of
 from step_costs import StepCosts
 
 from bridge_jax import config as configuration
+from bridge_jax.errors import main_guard
 from bridge_jax.evaluation import aggregate
 
 NAME = "ablation"
@@ -62,15 +64,19 @@ class Row:
         return [outcome.final for outcome in self.outcomes]
 
 
+@main_guard
 def main() -> None:
     parser = runs.parser(__doc__, seeds=USUAL_SEEDS)
-    parser.add_argument("--rows", default="main", help="groups of rows, with commas: main, order, rollouts, options (default main)")
+    parser.add_argument(
+        "--rows",
+        type=some_of(rows_of(1)),
+        default="main",
+        help="groups of rows: main,order,rollouts,options (default main)",
+    )
     parser.add_argument("--read", action="store_true", help="run nothing: the tables of the rows whose runs are finished")
     args = parser.parse_args()
     table = rows_of(configuration.load(runs.HOME / args.config).grpo.group_size)
     wanted = args.rows.split(",")
-    if unknown := set(wanted) - set(table):
-        parser.error(f"--rows={args.rows}: no group {', '.join(sorted(unknown))}; there are {', '.join(table)}")
     root, shared = runs.root_of(args, NAME), base(args)
     # bridge and vt_search first: the differences of all others are to them.
     chosen = {"bridge": {}, "vt_search": {}} | {name: changes for group in wanted for name, changes in table[group].items()}
@@ -298,4 +304,4 @@ def plot(result: Mapping, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,6 +12,7 @@ results/credit_audit.json and a plot over the steps.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 
 import ablation
@@ -19,10 +20,13 @@ import numpy as np
 import plots
 import stats
 import training_runs as runs
+from arguments import some_of
 from audit_rows import rows_of
 from machine import about
 from outcomes import Outcome
+from rows import rows_of as all_rows
 
+from bridge_jax.errors import main_guard
 from bridge_jax.training.credit_audit import MEASURES, summarise
 
 NAME = "credit_audit"
@@ -30,9 +34,11 @@ ROWS = ("bridge", "decoupled_rl")
 OVER_STEPS = ("credit/zero_advantage_turns", "credit/p_entropy", "credit/weight_max", "credit/weight_max_p")
 
 
+@main_guard
 def main() -> None:
     parser = runs.parser(__doc__, seeds=3)
-    parser.add_argument("--rows", default=",".join(ROWS), help=f"rows of ablation.py (default {','.join(ROWS)})")
+    rows = some_of(sorted({name for group in all_rows(1).values() for name in group}))
+    parser.add_argument("--rows", type=rows, default=",".join(ROWS), help=f"rows of ablation.py (default {','.join(ROWS)})")
     args = parser.parse_args()
     root, shared = runs.root_of(args, ablation.NAME), ablation.base(args)
     known = ablation.known_rows(args)
@@ -90,4 +96,4 @@ def over_seeds(summaries: Sequence[dict]) -> dict[str, dict]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -21,6 +21,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,11 +33,13 @@ import optax
 import plots
 import stats
 import training_runs as runs
+from arguments import at_least
 from machine import about
 
 from bridge_jax import config as configuration
 from bridge_jax.data.prompts import build_prompt
 from bridge_jax.data.stream import QuestionStream
+from bridge_jax.errors import main_guard
 from bridge_jax.objectives import bilevel, rewards, two_state
 from bridge_jax.objectives.grpo import group_advantages
 from bridge_jax.objectives.rag import responsibilities
@@ -53,10 +56,11 @@ FRESH = 1000  # seed of the batches measured on: draws of their own from the tra
 PAPERS_GAMMA = 0.02
 
 
+@main_guard
 def main() -> None:
     parser = runs.parser(__doc__, seeds=1)
-    parser.add_argument("--batches", type=int, default=3, help="batches of questions a checkpoint (default 3)")
-    parser.add_argument("--passes", type=int, default=50, help="over a batch's turns, descending (default 50)")
+    parser.add_argument("--batches", type=at_least(1), default=3, help="batches of questions a checkpoint (default 3)")
+    parser.add_argument("--passes", type=at_least(1), default=50, help="over a batch's turns, descending (default 50)")
     args = parser.parse_args()
     root, shared = runs.root_of(args, ablation.NAME), ablation.base(args)
     early = {**shared, "train.steps": 1 if args.quick else EARLY, "method.name": "two_state"}
@@ -307,4 +311,4 @@ def _from(values: Sequence[float], at: Sequence[float], where: float) -> list[fl
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
