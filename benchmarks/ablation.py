@@ -241,13 +241,14 @@ def crossing(name: str, outcome: Outcome, budget: float, costs: StepCosts) -> di
 
 
 def curve(row: Row, costs: StepCosts) -> dict:
-    """EM on the way, means over seeds: steps, seconds (where they were measured), EM by group of sets."""
+    """EM on the way, means over seeds: steps, seconds (where they were measured), EM by group of sets, questions a set."""
     steps = sorted(set.intersection(*(set(outcome.on_the_way()) for outcome in row.outcomes)))
     found = {"steps": steps}
     if costs.of(row.name):
         found["seconds"] = [costs.until(row.name, row.outcomes[0].run, step) for step in steps]
     for step in steps:
         table = reading.scores([outcome.at(step) for outcome in row.outcomes])
+        found["questions"] = {name: values.shape[1] for name, values in table.items()}
         for group, sets in aggregate.groups(list(table)).items():
             found.setdefault(group, []).append(stats.mean(table, sets))
     return found
@@ -294,8 +295,11 @@ def plot(result: Mapping, folder: Path) -> None:
         curves = {name: result["curves"][name] for name in main_rows if x in result["curves"][name]}
         if not curves:
             continue
-        lines = {group: {name: (row[x], row[group]) for name, row in curves.items()} for group in ("multi_hop", "single_hop")}
-        plots.lines(folder / f"{NAME}_{x}.png", lines, label, "exact match")
+        groups = ("multi_hop", "single_hop")
+        lines = {group.replace("_", "-"): {name: (row[x], row[group]) for name, row in curves.items()} for group in groups}
+        counts = sorted({count for row in curves.values() for count in row["questions"].values()})
+        asked = f"exact match, {' or '.join(map(str, counts))} questions a set and seed"
+        plots.lines(folder / f"{NAME}_{x}.png", lines, label, asked)
     for group in ("main", "rollouts", "options"):
         names = [name for name in result["groups"][group] if name in result["table"]]
         bars = {name: result["table"][name]["em"]["multi_hop"] for name in names}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import ablation
 import numpy as np
@@ -77,13 +78,17 @@ def main() -> None:
         if rows:
             result["worlds"][world] = compared(rows)
     path = runs.save(NAME, result, args)
-    for world, found in result["worlds"].items():
-        bars = {variant: row["recall@3_by_hop"]["hop1"] for variant, row in found.items()}
-        plots.bars(path.with_name(f"{NAME}_{world}_recall.png"), bars, "first hop: recall@3 on two-hop test questions (95 %)")
-        bars = {variant: row["em"]["multi_hop"] for variant, row in found.items()}
-        plots.bars(path.with_name(f"{NAME}_{world}_em.png"), bars, "multi-hop exact match (95 %)")
+    plot(result, path.parent)
     print(json.dumps(result))
     runs.conclude(failures)
+
+
+def plot(result: dict, folder: Path) -> None:
+    for world, found in result["worlds"].items():
+        bars = {variant: row["recall@3_by_hop"]["hop1"] for variant, row in found.items()}
+        plots.bars(folder / f"{NAME}_{world}_recall.png", bars, "first hop: recall@3 on two-hop test questions (95 %)")
+        bars = {variant: row["em"]["two_hop"] for variant, row in found.items()}
+        plots.bars(folder / f"{NAME}_{world}_em.png", bars, "exact match on two-hop test questions (95 %)")
 
 
 def runs_of(world: str, variant: str, args) -> list[runs.Run]:
