@@ -290,7 +290,7 @@ def plot(result: dict, folder: Path) -> None:
     at = eta["at"]
     penalised = [outcome + gamma * rag for outcome, rag in zip(eta["J_ret"], eta["L_RAG"])]
     panels = {
-        f"{point}: from eta* (0) to eta_gamma (1)": {
+        f"{point}:\nfrom eta* (0) to eta_gamma (1)": {
             "L_RAG": (at, _from(eta["L_RAG"], at, 0)), f"J_ret's potential + {gamma:g} L_RAG": (at, _from(penalised, at, 0)),
         }
     }  # fmt: skip
@@ -299,7 +299,7 @@ def plot(result: dict, folder: Path) -> None:
     pair = [gamma * (a - b) for a, b in zip(theta["L_RAG_gamma"], theta["L_RAG_star"])]
     alone = [gamma * a for a in theta["L_RAG_gamma"]]
     panels = {
-        f"{point}: along the policy's step": {
+        f"{point}:\nalong the policy's step": {
             "J_RL": (at, _from(theta["J_RL"], at, 0)),
             f"{gamma:g} x [L_RAG(eta_gamma) - L_RAG(eta*)], left out by bridge": (at, _from(pair, at, 0)),
             f"{gamma:g} x L_RAG(eta_gamma), added by drop": (at, _from(alone, at, 0)),

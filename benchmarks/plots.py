@@ -43,10 +43,11 @@ def lines(path: Path, panels: Mapping[str, Mapping[str, Curve]], x: str, y: str,
 
 
 def _style(number: int, count: int) -> dict:
-    """Thick first, thin and broken last: of curves that coincide all can be seen."""
-    broken = ("-", "--", "-.", ":")[number % 4]
-    width = 3.5 - 2.3 * number / max(count - 1, 1)
-    return {"color": f"C{number % 10}", "marker": "os^vD"[number % 5], "linestyle": broken, "linewidth": width}
+    """The first one whole and thick, the later ones broken and thinner: of curves that coincide all can be seen."""
+    dashes = ((4, 2.5), (5, 2, 1, 2), (1.5, 1.5))[number % 3]
+    shown = (number * 1.7, dashes) if number else "-"  # the gaps of two curves with the same dashes lie elsewhere
+    width = 2.8 - 1.6 * number / max(count - 1, 1)
+    return {"color": f"C{number % 10}", "marker": "os^vD"[number % 5], "linestyle": shown, "linewidth": width}
 
 
 def bars(path: Path, values: Mapping[str, Mapping[str, float]], x: str) -> None:
