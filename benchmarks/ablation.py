@@ -35,6 +35,7 @@ import outcomes as reading
 import plots
 import stats
 import training_runs as runs
+from arguments import some_of
 from machine import about
 from outcomes import Outcome
 from rich.console import Console
@@ -43,6 +44,7 @@ from rows import BASELINES, rows_of
 from step_costs import StepCosts
 
 from bridge_jax import config as configuration
+from bridge_jax.errors import main_guard
 from bridge_jax.evaluation import aggregate
 
 NAME = "ablation"
@@ -62,15 +64,19 @@ class Row:
         return [outcome.final for outcome in self.outcomes]
 
 
+@main_guard
 def main() -> None:
     parser = runs.parser(__doc__, seeds=USUAL_SEEDS)
-    parser.add_argument("--rows", default="main", help="groups of rows, with commas: main, order, rollouts, options (default main)")
+    parser.add_argument(
+        "--rows",
+        type=some_of(rows_of(1)),
+        default="main",
+        help="groups of rows: main,order,rollouts,options (default main)",
+    )
     parser.add_argument("--read", action="store_true", help="run nothing: the tables of the rows whose runs are finished")
     args = parser.parse_args()
     table = rows_of(configuration.load(runs.HOME / args.config).grpo.group_size)
     wanted = args.rows.split(",")
-    if unknown := set(wanted) - set(table):
-        parser.error(f"--rows={args.rows}: no group {', '.join(sorted(unknown))}; there are {', '.join(table)}")
     root, shared = runs.root_of(args, NAME), base(args)
     # bridge and vt_search first: the differences of all others are to them.
     chosen = {"bridge": {}, "vt_search": {}} | {name: changes for group in wanted for name, changes in table[group].items()}
@@ -235,13 +241,14 @@ def crossing(name: str, outcome: Outcome, budget: float, costs: StepCosts) -> di
 
 
 def curve(row: Row, costs: StepCosts) -> dict:
-    """EM on the way, means over seeds: steps, seconds (where they were measured), EM by group of sets."""
+    """EM on the way, means over seeds: steps, seconds (where they were measured), EM by group of sets, questions a set."""
     steps = sorted(set.intersection(*(set(outcome.on_the_way()) for outcome in row.outcomes)))
     found = {"steps": steps}
     if costs.of(row.name):
         found["seconds"] = [costs.until(row.name, row.outcomes[0].run, step) for step in steps]
     for step in steps:
         table = reading.scores([outcome.at(step) for outcome in row.outcomes])
+        found["questions"] = {name: values.shape[1] for name, values in table.items()}
         for group, sets in aggregate.groups(list(table)).items():
             found.setdefault(group, []).append(stats.mean(table, sets))
     return found
@@ -288,8 +295,11 @@ def plot(result: Mapping, folder: Path) -> None:
         curves = {name: result["curves"][name] for name in main_rows if x in result["curves"][name]}
         if not curves:
             continue
-        lines = {group: {name: (row[x], row[group]) for name, row in curves.items()} for group in ("multi_hop", "single_hop")}
-        plots.lines(folder / f"{NAME}_{x}.png", lines, label, "exact match")
+        groups = ("multi_hop", "single_hop")
+        lines = {group.replace("_", "-"): {name: (row[x], row[group]) for name, row in curves.items()} for group in groups}
+        counts = sorted({count for row in curves.values() for count in row["questions"].values()})
+        asked = f"exact match, {' or '.join(map(str, counts))} questions a set and seed"
+        plots.lines(folder / f"{NAME}_{x}.png", lines, label, asked)
     for group in ("main", "rollouts", "options"):
         names = [name for name in result["groups"][group] if name in result["table"]]
         bars = {name: result["table"][name]["em"]["multi_hop"] for name in names}
@@ -298,4 +308,4 @@ def plot(result: Mapping, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import training_runs as runs
+from arguments import at_least, interpreter
 from machine import about
 
 WORKERS = Path(__file__).parent / "peers"
@@ -34,10 +35,12 @@ def parser(description: str, rounds: int, peers: bool = True) -> argparse.Argume
     shown = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser(description=description, formatter_class=shown, allow_abbrev=False)
     made.add_argument("--quick", action="store_true", help="small sizes, one round: does it run? (results lie under runs/)")
-    made.add_argument("--rounds", type=int, default=rounds, help=f"measurements an engine and case (default {rounds})")
-    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--rounds", type=at_least(1), default=rounds, help=f"measurements an engine and case (default {rounds})")
+    made.add_argument("--seed", type=at_least(0), default=0)
     if peers:
-        made.add_argument("--peers-python", default=sys.executable, help="the interpreter that the peers are installed in")
+        made.add_argument(
+            "--peers-python", type=interpreter, default=sys.executable, help="the interpreter that the peers are installed in"
+        )
     made.add_argument("--root", type=Path, help="where compiled programs lie (default runs/<the script's name>)")
     return made
 

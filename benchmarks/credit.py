@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import sys
 import time
 from collections.abc import Mapping
 from unittest import mock
@@ -35,6 +36,7 @@ from machine import about
 from bridge_jax import config as configuration
 from bridge_jax.data.prompts import build_prompt
 from bridge_jax.data.qa import load_questions
+from bridge_jax.errors import main_guard
 from bridge_jax.models import hub, qwen2
 from bridge_jax.objectives import logprobs
 from bridge_jax.objectives.credit import after_block, document_log_likelihood
@@ -54,6 +56,7 @@ UNCHUNKED = 1 << 30  # all answer tokens in one piece: a loop over pieces would 
 Arrays = Mapping[str, np.ndarray]
 
 
+@main_guard
 def main() -> None:
     args = compare.parser(__doc__, rounds=10, peers=False).parse_args()
     runs.share_programs(runs.root_of(args, NAME))
@@ -229,4 +232,4 @@ def mini(seed: int, turns: int):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

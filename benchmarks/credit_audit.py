@@ -12,28 +12,43 @@ results/credit_audit.json and a plot over the steps.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import ablation
 import numpy as np
 import plots
 import stats
 import training_runs as runs
+from arguments import some_of
 from audit_rows import rows_of
 from machine import about
 from outcomes import Outcome
+from rows import rows_of as all_rows
 
+from bridge_jax.errors import main_guard
 from bridge_jax.training.credit_audit import MEASURES, summarise
 
 NAME = "credit_audit"
 ROWS = ("bridge", "decoupled_rl")
-OVER_STEPS = ("credit/zero_advantage_turns", "credit/p_entropy", "credit/weight_max", "credit/weight_max_p")
+OVER_STEPS = {  # metric: what it is, a mean over the credited turns of a step
+    "credit/zero_advantage_turns": "share with zero advantage",
+    "credit/p_entropy": "entropy of p",
+    "credit/weight_max": "largest w",
+    "credit/weight_max_p": "largest p",
+}
 
 
+@main_guard
 def main() -> None:
     parser = runs.parser(__doc__, seeds=3)
-    parser.add_argument("--rows", default=",".join(ROWS), help=f"rows of ablation.py (default {','.join(ROWS)})")
+    rows = some_of(sorted({name for group in all_rows(1).values() for name in group}))
+    parser.add_argument("--rows", type=rows, default=",".join(ROWS), help=f"rows of ablation.py (default {','.join(ROWS)})")
+    parser.add_argument("--read", action="store_true", help="run nothing: the plot of the result that is there")
     args = parser.parse_args()
+    if args.read:
+        return plot(json.loads((runs.RESULTS / f"{NAME}.json").read_text(encoding="utf-8")), runs.RESULTS)
     root, shared = runs.root_of(args, ablation.NAME), ablation.base(args)
     known = ablation.known_rows(args)
     wanted = {name: ablation.runs_of(name, known[name], args, shared) for name in args.rows.split(",")}
@@ -43,15 +58,17 @@ def main() -> None:
         if all(runs.finished(run, root) for run in row):
             result["rows"][name] = audited([Outcome(run, root) for run in row])
     path = runs.save(NAME, result, args)
-    panels = {
-        metric.removeprefix("credit/"): {
-            name: (found["curves"]["step"], found["curves"][metric]) for name, found in result["rows"].items()
-        }
-        for metric in OVER_STEPS
-    }
-    plots.lines(path.with_suffix(".png"), panels, "step", "")
+    plot(result, path.parent)
     print(json.dumps(result))
     runs.conclude(failures)
+
+
+def plot(result: dict, folder: Path) -> None:
+    panels = {
+        title: {name: (found["curves"]["step"], found["curves"][metric]) for name, found in result["rows"].items()}
+        for metric, title in OVER_STEPS.items()
+    }
+    plots.lines(folder / f"{NAME}.png", panels, "step", f"mean over credited turns, {result['seeds']} seeds")
 
 
 def audited(outcomes: Sequence[Outcome]) -> dict:
@@ -90,4 +107,4 @@ def over_seeds(summaries: Sequence[dict]) -> dict[str, dict]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

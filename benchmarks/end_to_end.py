@@ -18,7 +18,10 @@ import sys
 import time
 from pathlib import Path
 
+from arguments import config_file, file_name
 from machine import about
+
+from bridge_jax.errors import main_guard
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -33,7 +36,8 @@ def run(module: str, arguments: list[str]) -> tuple[list[str], float]:
     shown = ["python", *command[1:]]
     print("$", *shown, file=sys.stderr, flush=True)
     begin = time.monotonic()
-    subprocess.run(command, cwd=ROOT, check=True)
+    if code := subprocess.run(command, cwd=ROOT).returncode:
+        raise SystemExit(code)  # it has said why
     return shown, time.monotonic() - begin
 
 
@@ -42,10 +46,11 @@ def evaluation(path: Path) -> dict:
     return {"step": result["step"], "seconds": result["seconds"], **result["datasets"]}
 
 
+@main_guard
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="configs/pocket.py")
-    parser.add_argument("--name", default="pocket", help="of the run folder and of the result files")
+    parser.add_argument("--config", type=config_file, default="configs/pocket.py")
+    parser.add_argument("--name", type=file_name, default="pocket", help="of the run folder and of the result files")
     parser.add_argument("--quick", action="store_true", help="a few questions and two steps: does it run?")
     args, overrides = parser.parse_known_args()
     if args.quick:
@@ -89,4 +94,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

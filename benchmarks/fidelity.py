@@ -21,6 +21,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,11 +33,13 @@ import optax
 import plots
 import stats
 import training_runs as runs
+from arguments import at_least
 from machine import about
 
 from bridge_jax import config as configuration
 from bridge_jax.data.prompts import build_prompt
 from bridge_jax.data.stream import QuestionStream
+from bridge_jax.errors import main_guard
 from bridge_jax.objectives import bilevel, rewards, two_state
 from bridge_jax.objectives.grpo import group_advantages
 from bridge_jax.objectives.rag import responsibilities
@@ -53,11 +56,15 @@ FRESH = 1000  # seed of the batches measured on: draws of their own from the tra
 PAPERS_GAMMA = 0.02
 
 
+@main_guard
 def main() -> None:
     parser = runs.parser(__doc__, seeds=1)
-    parser.add_argument("--batches", type=int, default=3, help="batches of questions a checkpoint (default 3)")
-    parser.add_argument("--passes", type=int, default=50, help="over a batch's turns, descending (default 50)")
+    parser.add_argument("--batches", type=at_least(1), default=3, help="batches of questions a checkpoint (default 3)")
+    parser.add_argument("--passes", type=at_least(1), default=50, help="over a batch's turns, descending (default 50)")
+    parser.add_argument("--read", action="store_true", help="compute nothing: the plots of the result that is there")
     args = parser.parse_args()
+    if args.read:
+        return plot(json.loads((runs.RESULTS / f"{NAME}.json").read_text(encoding="utf-8")), runs.RESULTS)
     root, shared = runs.root_of(args, ablation.NAME), ablation.base(args)
     early = {**shared, "train.steps": 1 if args.quick else EARLY, "method.name": "two_state"}
     wanted = {
@@ -279,10 +286,11 @@ def _between(first, last, s: float):
 def plot(result: dict, folder: Path) -> None:
     found = result["landscape"]
     gamma, eta, theta = found["gamma"], found["eta"], found["theta"]
+    point = f"two_state, seed 0, step {found['step']}, one batch"
     at = eta["at"]
     penalised = [outcome + gamma * rag for outcome, rag in zip(eta["J_ret"], eta["L_RAG"])]
     panels = {
-        "lower-level losses along eta* (0) to eta_gamma (1)": {
+        f"{point}:\nfrom eta* (0) to eta_gamma (1)": {
             "L_RAG": (at, _from(eta["L_RAG"], at, 0)), f"J_ret's potential + {gamma:g} L_RAG": (at, _from(penalised, at, 0)),
         }
     }  # fmt: skip
@@ -291,13 +299,13 @@ def plot(result: dict, folder: Path) -> None:
     pair = [gamma * (a - b) for a, b in zip(theta["L_RAG_gamma"], theta["L_RAG_star"])]
     alone = [gamma * a for a in theta["L_RAG_gamma"]]
     panels = {
-        "along the policy's step (1 = one step)": {
+        f"{point}:\nalong the policy's step": {
             "J_RL": (at, _from(theta["J_RL"], at, 0)),
             f"{gamma:g} x [L_RAG(eta_gamma) - L_RAG(eta*)], left out by bridge": (at, _from(pair, at, 0)),
             f"{gamma:g} x L_RAG(eta_gamma), added by drop": (at, _from(alone, at, 0)),
         }
     }
-    plots.lines(folder / f"{NAME}_theta.png", panels, "steps", "loss, above its value at theta")
+    plots.lines(folder / f"{NAME}_theta.png", panels, "policy steps", "loss, above its value at theta")
 
 
 def _from(values: Sequence[float], at: Sequence[float], where: float) -> list[float]:
@@ -307,4 +315,4 @@ def _from(values: Sequence[float], at: Sequence[float], where: float) -> list[fl
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

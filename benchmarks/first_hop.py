@@ -14,7 +14,9 @@ finished ones are read, and a variant of which some of the seeds are missing is 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import ablation
 import numpy as np
@@ -22,11 +24,13 @@ import outcomes as reading
 import plots
 import stats
 import training_runs as runs
+from arguments import some_of
 from audit_rows import rows_of
 from credit_audit import over_seeds
 from machine import about
 from outcomes import Outcome
 
+from bridge_jax.errors import main_guard
 from bridge_jax.evaluation import aggregate
 from bridge_jax.training.credit_audit import summarise
 
@@ -50,15 +54,14 @@ IN_ABLATION = {"vt_search": "vt_search", "paper": "bridge", "paper_anchor": "bri
 TWO_HOP = ("two_hop", "two_hop_ood")
 
 
+@main_guard
 def main() -> None:
     parser = runs.parser(__doc__, seeds=5)
-    parser.add_argument("--worlds", default=",".join(WORLDS), help=f"of {', '.join(WORLDS)} (default both)")
+    parser.add_argument("--worlds", type=some_of(WORLDS), default=",".join(WORLDS), help=f"of {', '.join(WORLDS)} (default both)")
     parser.add_argument("--read", action="store_true", help="run nothing: the tables of what is finished")
-    parser.add_argument("--variants", default=",".join(DEFAULT), help=f"of {', '.join(VARIANTS)} (default {', '.join(DEFAULT)})")
+    shown = f"of {', '.join(VARIANTS)} (default {', '.join(DEFAULT)})"
+    parser.add_argument("--variants", type=some_of(VARIANTS), default=",".join(DEFAULT), help=shown)
     args = parser.parse_args()
-    for flag, known in (("worlds", WORLDS), ("variants", VARIANTS)):
-        if unknown := set(getattr(args, flag).split(",")) - set(known):
-            parser.error(f"--{flag}: no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     root = runs.root_of(args, ablation.NAME)
     chosen = [(world, variant) for world in args.worlds.split(",") for variant in args.variants.split(",")]
     # Seed by seed: an interrupted measurement has whole comparisons of fewer seeds.
@@ -75,13 +78,17 @@ def main() -> None:
         if rows:
             result["worlds"][world] = compared(rows)
     path = runs.save(NAME, result, args)
-    for world, found in result["worlds"].items():
-        bars = {variant: row["recall@3_by_hop"]["hop1"] for variant, row in found.items()}
-        plots.bars(path.with_name(f"{NAME}_{world}_recall.png"), bars, "first hop: recall@3 on two-hop test questions (95 %)")
-        bars = {variant: row["em"]["multi_hop"] for variant, row in found.items()}
-        plots.bars(path.with_name(f"{NAME}_{world}_em.png"), bars, "multi-hop exact match (95 %)")
+    plot(result, path.parent)
     print(json.dumps(result))
     runs.conclude(failures)
+
+
+def plot(result: dict, folder: Path) -> None:
+    for world, found in result["worlds"].items():
+        bars = {variant: row["recall@3_by_hop"]["hop1"] for variant, row in found.items()}
+        plots.bars(folder / f"{NAME}_{world}_recall.png", bars, "first hop: recall@3 on two-hop test questions (95 %)")
+        bars = {variant: row["em"]["two_hop"] for variant, row in found.items()}
+        plots.bars(folder / f"{NAME}_{world}_em.png", bars, "exact match on two-hop test questions (95 %)")
 
 
 def runs_of(world: str, variant: str, args) -> list[runs.Run]:
@@ -132,4 +139,4 @@ def _found(row: dict, hop: int) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

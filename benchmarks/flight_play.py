@@ -35,6 +35,7 @@ from unittest import mock
 import jax
 import numpy as np
 import training_runs as runs
+from arguments import at_least
 from credit import QWEN_3B
 from machine import about
 from paper_scale import BYTES, H200, MFU, Lengths
@@ -228,7 +229,7 @@ def seconds(counts: Counter, rows: int, shared_columns: int) -> dict[str, float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="32 questions in 8 places; the result lies under runs/")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=at_least(0), default=0)
     parser.set_defaults(root=None)
     args = parser.parse_args()
     result = measure(args.quick, args.seed)

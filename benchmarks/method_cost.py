@@ -25,10 +25,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import training_runs as runs
+from arguments import at_least
 from machine import about
 from rows import rows_of
 
 from bridge_jax import config as configuration
+from bridge_jax.errors import main_guard
 
 NAME = "method_cost"
 METHODS = ("bridge", "vt_search", "two_state")
@@ -40,9 +42,10 @@ COMPILED = ("compilations/update", "compilations/score", "rollout/compilations")
 UPDATE = ("time/score", "time/retriever", "time/correction", "time/policy")
 
 
+@main_guard
 def main() -> None:
     parser = runs.parser(__doc__, seeds=1)
-    parser.add_argument("--rounds", type=int, default=3, help="processes a method (default 3)")
+    parser.add_argument("--rounds", type=at_least(1), default=3, help="processes a method (default 3)")
     parser.add_argument("--worker", help="internal: measure this method in this process")
     args = parser.parse_args()
     steps = args.steps or (3 if args.quick else 6)
@@ -58,8 +61,10 @@ def main() -> None:
         for name in found if number == 0 and not args.quick else METHODS:
             command = [sys.executable, __file__, f"--worker={name}", f"--config={args.config}", f"--steps={steps}"]
             command += ["--quick"] if args.quick else []
-            output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-            found[name].append(json.loads(output.splitlines()[-1]))
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+            if done.returncode:
+                raise SystemExit(f"measuring {name} ended with {done.returncode}, see above")
+            found[name].append(json.loads(done.stdout.splitlines()[-1]))
             runs.say(f"round {number + 1}, {name}: {statistics.median(found[name][-1]['time/step']):.2f} s a step")
     measured = {name: processes for name, processes in found.items() if processes}
     result = compared(measured) | {"machine": about(), "config": args.config, "steps": steps, "processes": measured}
@@ -195,4 +200,4 @@ def peak_bytes() -> int:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -19,21 +19,35 @@ Curve = tuple[Sequence[float], Sequence[float]]
 
 
 def lines(path: Path, panels: Mapping[str, Mapping[str, Curve]], x: str, y: str, logx: bool = False, logy: bool = False) -> None:
-    """One panel a key, in it one labelled line (x values, y values) a key."""
+    """One panel a key, in it one labelled line (x values, y values) a key. The legend is for all panels."""
     if pyplot is None:
         return
     figure, axes = pyplot.subplots(1, len(panels), figsize=(5.2 * len(panels), 4), squeeze=False, layout="constrained")
+    labels = list(dict.fromkeys(label for curves in panels.values() for label in curves))
+    shown = {}
     for axis, (title, curves) in zip(axes[0], panels.items(), strict=True):
-        for n, (label, (xs, ys)) in enumerate(curves.items()):
-            axis.plot(xs, ys, label=label, marker="o", markersize=3, color=f"C{n % 10}", linestyle="-" if n < 10 else "--")
-        axis.set(title=title.replace("_", " "), xlabel=x, ylabel=y)
+        for label, (xs, ys) in curves.items():
+            [shown[label]] = axis.plot(xs, ys, markersize=3, **_style(labels.index(label), len(labels)))
+        axis.set(title=title, xlabel=x, ylabel=y)
         if logx:
             axis.set_xscale("log")
         if logy:
             axis.set_yscale("log")
         axis.grid(alpha=0.3)
-    axes[0][-1].legend(fontsize=8)
+    wanted = {"handles": [shown[label] for label in labels], "labels": labels, "fontsize": 8}
+    if len(panels) > 1:
+        figure.legend(loc="outside right center", **wanted)
+    else:
+        axes[0][0].legend(**wanted)
     _write(figure, path)
+
+
+def _style(number: int, count: int) -> dict:
+    """The first one whole and thick, the later ones broken and thinner: of curves that coincide all can be seen."""
+    dashes = ((4, 2.5), (5, 2, 1, 2), (1.5, 1.5))[number % 3]
+    shown = (number * 1.7, dashes) if number else "-"  # the gaps of two curves with the same dashes lie elsewhere
+    width = 2.8 - 1.6 * number / max(count - 1, 1)
+    return {"color": f"C{number % 10}", "marker": "os^vD"[number % 5], "linestyle": shown, "linewidth": width}
 
 
 def bars(path: Path, values: Mapping[str, Mapping[str, float]], x: str) -> None:

@@ -59,7 +59,7 @@ def ablation(results: Mapping) -> str:
         rows.append(cells)
     head = ["method", "seeds", "rollouts", "single-hop EM", "multi-hop EM", "average EM"]
     head += ["multi-hop, minus vt_search", "multi-hop, minus bridge", "s a step"]
-    return f"{found['steps']} steps a stage, commit {found['machine']['commit']}.\n\n{table(head, rows)}"
+    return f"{found['steps']} steps a stage; tables made at commit {found['machine']['commit']}.\n\n{table(head, rows)}"
 
 
 def collapse(results: Mapping) -> str:
@@ -125,8 +125,10 @@ def claims(results: Mapping) -> str:
             paper = {"multi_hop": "23.8 against 23.3"}.get(group, "-")
             rows.append([f"RAG-then-RL above RL-then-RAG, {group.replace('_', '-')}", paper, points(gap), verdict(gap)])
     for many in (2, 4):
-        paper = "G=8 against G=16" if many == 2 else "-"
-        compare(f"bridge with G above vt_search with {many} G, multi-hop", paper, "bridge", f"vt_search_{many}g")
+        paper, row = "G=8 against G=16" if many == 2 else "-", f"vt_search_{many}g"
+        size = results["ablation"]["changes"].get(row, {}).get("grpo.group_size")
+        ours = f"; ours: G={size // many} against {size}" if size else ""
+        compare(f"bridge with G above vt_search with {many} G, multi-hop{ours}", paper, "bridge", row)
     return table(["claim", "paper, EM", "ours, difference in points (95 %)", "verdict"], rows)
 
 
@@ -180,7 +182,9 @@ def fidelity(results: Mapping) -> str:
         "its gradient's norm",
         "turns without a minimum, %",
     ]
-    return table(head, rows)
+    found = results["fidelity"]
+    flags = " ".join(f"--{flag}={found[flag]}" for flag in ("seeds", "batches", "passes"))
+    return f"Made by `python benchmarks/fidelity.py {flags}` at commit {found['machine']['commit']}.\n\n{table(head, rows)}"
 
 
 def cost(results: Mapping) -> str:
@@ -262,6 +266,30 @@ def first_hop(results: Mapping) -> str:
     return "\n\n".join(parts) or MISSING
 
 
+def first_hop_turns(results: Mapping) -> str:
+    """How often the gold passage is first by p, l and w, on training turns of the last third."""
+    groups = {
+        "golds2/turn1": "two gold passages, turn 1",
+        "golds2/turn2": "two gold passages, turn 2",
+        "hop1": "any question, hop 1",
+        "hop2": "any question, hop 2",
+    }
+    rows = []
+    for world, found in results["first_hop"]["worlds"].items():
+        for variant, row in found.items():
+            if turns := row["training_turns"]:
+                masked = ("golds2/turn1",) if variant.startswith("mask") else ()
+                rows.append([world, f"`{variant}`", *(_first(turns.get(group, {}), group in masked) for group in groups)])
+    return table(["world", "credit", *groups.values()], rows) if rows else MISSING
+
+
+def _first(found: Mapping, masked: bool) -> str:
+    """`p / l / w`; masked turns have neither l nor w."""
+    measures = ("argmax_p_gold",) if masked else ("argmax_p_gold", "argmax_l_gold", "argmax_w_gold")
+    shown = [f"{found[name]['mean']:.2f}" if name in found else "-" for name in measures]
+    return " / ".join(shown + ["-"] * (3 - len(shown)))
+
+
 BLOCKS: dict[str, tuple[str, Callable[[Mapping], str]]] = {  # block: (the result it needs, its text)
     "ablation": ("ablation", ablation),
     "collapse": ("ablation", collapse),
@@ -273,6 +301,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Mapping], str]]] = {  # block: (the resul
     "paper_scale": ("paper_scale", paper_scale),
     "credit": ("credit_audit", credit),
     "first_hop": ("first_hop", first_hop),
+    "first_hop_turns": ("first_hop", first_hop_turns),
 }
 
 

@@ -14,6 +14,7 @@ of the interpreter and its libraries, compilation left out (Linux).
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -22,7 +23,9 @@ import numpy as np
 import peer_models
 import plots
 import training_runs as runs
+from arguments import at_least, whole_numbers
 
+from bridge_jax.errors import main_guard
 from bridge_jax.models import pocket_models, qwen2
 
 NAME = "rollout"
@@ -33,14 +36,15 @@ HEADLINE = {"group_size": 8, "prompt": 512}
 GREEDY = 24  # tokens compared
 
 
+@main_guard
 def main() -> None:
     parser = compare.parser(__doc__, rounds=5)
     parser.add_argument("--models", default=RANDOM, help=f"of {RANDOM} and {', '.join(language_models())} (fetched before)")
-    parser.add_argument("--groups", default="1,8,16", help="samples a prompt")
-    parser.add_argument("--prompts", default="64,512,1536", help="tokens")
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--groups", type=whole_numbers, default="1,8,16", help="samples a prompt")
+    parser.add_argument("--prompts", type=whole_numbers, default="64,512,1536", help="tokens")
+    parser.add_argument("--new-tokens", type=at_least(1), default=128)
     args = parser.parse_args()
-    sizes = [(G, P) for G in numbers(args.groups) for P in numbers(args.prompts)]
+    sizes = [(G, P) for G in args.groups for P in args.prompts]
     new, rounds = args.new_tokens, args.rounds
     if args.quick:
         sizes, new, rounds = [(8, 64)], 16, 1
@@ -60,10 +64,6 @@ def main() -> None:
     path = runs.save(name, result, args)
     plot(path, cases)
     print(json.dumps({key: value for key, value in result.items() if key != "cases"}))
-
-
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 def language_models() -> list[str]:
@@ -155,4 +155,4 @@ def plot(result: Path, cases: list[dict]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

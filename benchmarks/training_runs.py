@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from arguments import at_least, config_file
 
 from bridge_jax import config as configuration
 from bridge_jax.files import write_text
@@ -286,12 +287,12 @@ def parser(description: str, seeds: int, config: str = "configs/mini.py") -> arg
     shown = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser(description=description, formatter_class=shown, allow_abbrev=False)
     made.add_argument("--quick", action="store_true", help="two steps, a few questions: does it run? (results lie with the runs)")
-    made.add_argument("--config", default=config)
-    made.add_argument("--seeds", type=int, default=seeds, help=f"number of training seeds (default {seeds})")
-    made.add_argument("--steps", type=int, default=0, help="GRPO steps (default: the config file's)")
-    made.add_argument("--jobs", type=int, default=1, help="runs at a time, each on its share of the cores (default 1)")
+    made.add_argument("--config", type=config_file, default=config)
+    made.add_argument("--seeds", type=at_least(1), default=seeds, help=f"number of training seeds (default {seeds})")
+    made.add_argument("--steps", type=at_least(0), default=0, help="GRPO steps (default: the config file's)")
+    made.add_argument("--jobs", type=at_least(1), default=1, help="runs at a time, each on its share of the cores (default 1)")
     made.add_argument("--root", type=Path, help="where the runs lie (default runs/<the script's name>)")
-    made.add_argument("--limit", type=int, default=0, help="questions a set in the evaluation at the end (default: all)")
+    made.add_argument("--limit", type=at_least(0), default=0, help="questions a set in the evaluation at the end (default: all)")
     return made
 
 

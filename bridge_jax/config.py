@@ -10,15 +10,16 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import logging
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from bridge_jax import settings_check
 from bridge_jax.errors import UserError
 from bridge_jax.overrides import parse_value, split_overrides
-from bridge_jax.rollout.limits import check_sampling
 from bridge_jax.training import methods
 
 log = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ def default() -> ConfigDict:
     c.mesh.rollout_tensor = 1  # of rollouts and scoring, within the devices of a process; their rows are split over the rest
 
     c.warmstart = ConfigDict()
-    c.warmstart.questions = 2000  # traces built from
+    c.warmstart.questions = 2000  # traces trained on; a ninth as many more, at most 20, are held out
     c.warmstart.epochs = 2
     c.warmstart.batch = 32
     c.warmstart.microbatch = 8
@@ -187,8 +188,11 @@ def parse_args(parser, argv: Sequence[str] | None = None):
     return args, load(args.config, overrides)
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> ConfigDict:
+def load(path: str | Path, overrides: Sequence[str] = (), training: bool = True) -> ConfigDict:
     """Run `get_config()` of the file, apply `group.field=value` overrides, then what the method implies elsewhere; validate, lock.
+
+    Args:
+      training: False for commands that only use a run: settings that teach nothing are no mistake there.
 
     Raises:
       UserError: naming the file, the field (with the nearest known name) or the value and what is allowed.
@@ -198,7 +202,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> ConfigDict:
     for name, text in given:
         _set(config, name, text)
     _apply_method(config, {name for name, _ in given})
-    validate(config)
+    # A file serves all methods: what its run gives itself is on the command line.
+    neutral, own = flatten(default()), flatten(config)
+    validate(config, training, [name for name, _ in given if own[name] != neutral[name]])
     return config.lock()
 
 
@@ -292,6 +298,7 @@ _AT_LEAST = {  # smallest allowed value; numbers not named here must be >= 0
     "grpo.group_size": 1,
     "grpo.minibatch_questions": 1,
     "grpo.microbatch": 1,
+    "credit.tau": 1e-6,
     "credit.golds": 1,
     "credit.period": 1,
     "credit.max_turns": 1,
@@ -315,8 +322,8 @@ _AT_LEAST = {  # smallest allowed value; numbers not named here must be >= 0
 }
 
 
-def validate(config: ConfigDict) -> None:
-    """Refuse unknown fields, wrong types and values out of range.
+def validate(config: ConfigDict, training: bool = True, unlike: Collection[str] = ()) -> None:
+    """Refuse unknown fields, wrong types, values out of range, and what `settings_check.check` refuses.
 
     Raises:
       UserError: naming the field, its value and what is allowed.
@@ -332,94 +339,14 @@ def validate(config: ConfigDict) -> None:
         wanted = (int, float) if isinstance(like, float) else (list, tuple) if isinstance(like, tuple) else type(like)
         if not isinstance(value, wanted) or (isinstance(value, bool) and not isinstance(like, bool)):
             raise UserError(f"config.{name}={value!r}: must be {type(like).__name__}, such as {like!r}")
+        if isinstance(like, tuple) and like and not all(isinstance(part, type(like[0])) for part in value):
+            raise UserError(f"config.{name}={value!r}: its parts must be {type(like[0]).__name__}, such as {','.join(like)}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"config.{name}={value!r}: must be a finite number, such as {like!r}")
         if name in _CHOICES and value not in _CHOICES[name]:
             close = difflib.get_close_matches(str(value), _CHOICES[name], n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise UserError(f"config.{name}={value!r}: must be one of {', '.join(_CHOICES[name])}{hint}")
         if isinstance(value, int | float) and not isinstance(value, bool) and not value >= _AT_LEAST.get(name, 0):
             raise UserError(f"config.{name}={value!r}: must be at least {_AT_LEAST.get(name, 0)}")
-    if 0 < config.grpo.dual_clip <= 1:
-        raise UserError(f"config.grpo.dual_clip={config.grpo.dual_clip!r}: must be above 1, or 0 for none")
-    if not all(isinstance(weight, int | float) and weight > 0 for weight in config.data.weights):
-        raise UserError(
-            f"config.data.weights={tuple(config.data.weights)!r}: must be numbers above 0, one a source of config.data.train"
-        )
-    for name in ("credit.tau", "ppo.value_clip"):
-        if given[name] <= 0:
-            raise UserError(f"config.{name}={given[name]!r}: must be above 0")
-    for name in ("ppo.gae_lambda", "ppo.discount"):
-        if given[name] > 1:
-            raise UserError(f"config.{name}={given[name]!r}: must be at most 1")
-    method = methods.method_of(config)
-    if config.index.kind == "bm25" and method.trains_retriever:
-        frozen = ", ".join(name for name, other in methods.METHODS.items() if not other.trains_retriever)
-        raise UserError(f"config.index.kind=bm25: method {config.method.name} trains an encoder: use scann or exact, or {frozen}")
-    if config.index.server and config.index.folder:
-        raise UserError(
-            "config.index.server and config.index.folder are both set: the server has its index; leave one of them empty"
-        )
-    if config.policy.algorithm == "ppo" and method.trains_retriever:
-        frozen = ", ".join(name for name, other in methods.METHODS.items() if not other.trains_retriever)
-        raise UserError(
-            f"config.policy.algorithm=ppo: method {config.method.name} trains the retriever, whose credit is GRPO's advantage: use "
-            f"--config.policy.algorithm=grpo, or a method that leaves the retriever alone ({frozen})"
-        )
-    if config.policy.algorithm == "ppo" and config.grpo.llds:
-        raise UserError(
-            f"config.grpo.llds={config.grpo.llds}: the guard needs one advantage an action, and PPO has one a token: set it to 0, "
-            "or use grpo"
-        )
-    if config.grpo.llds and config.train.questions == config.grpo.minibatch_questions:
-        raise UserError(
-            f"config.grpo.llds={config.grpo.llds}: with one minibatch a step no likelihood has fallen when it looks: set "
-            f"config.grpo.minibatch_questions to less than config.train.questions={config.train.questions}, or llds to 0"
-        )
-    if config.policy.algorithm == "ppo" and config.grpo.filter_zero_advantage:
-        raise UserError("config.grpo.filter_zero_advantage=True: PPO learns from every rollout: set it to False, or use grpo")
-    if method.use_rag and not method.use_outcome and config.credit.gamma == 0:
-        raise UserError(
-            f"config.credit.gamma=0: method {config.method.name} trains the retriever by gamma L_RAG alone: give one above 0"
-        )
-    if config.credit.first_hop == "mask" and config.credit.target != "answer":
-        raise UserError(
-            f"config.credit.target={config.credit.target!r}: config.credit.first_hop='mask' leaves it no turn; use one of the two"
-        )
-    if config.rollout.candidates < config.rollout.shown:
-        raise UserError(
-            f"config.rollout.candidates={config.rollout.candidates}: must be at least config.rollout.shown={config.rollout.shown}"
-        )
-    _check_sampling(config.rollout)
-    if not config.data.train or not config.data.eval:
-        raise UserError("config.data.train and config.data.eval need at least one source each")
-    if config.data.weights and len(config.data.weights) != len(config.data.train):
-        raise UserError(
-            f"config.data.weights has {len(config.data.weights)} entries for {len(config.data.train)} sources of config.data.train"
-        )
-    rollouts = config.grpo.minibatch_questions * config.grpo.group_size
-    if rollouts % config.grpo.microbatch:
-        raise UserError(
-            f"config.grpo.microbatch={config.grpo.microbatch}: must divide minibatch_questions x group_size = {rollouts}"
-        )
-    if config.train.questions % config.grpo.minibatch_questions:
-        raise UserError(
-            f"config.grpo.minibatch_questions={config.grpo.minibatch_questions}: must divide config.train.questions="
-            f"{config.train.questions}"
-        )
-    if config.warmstart.batch % config.warmstart.microbatch:
-        raise UserError(
-            f"config.warmstart.microbatch={config.warmstart.microbatch}: must divide "
-            f"config.warmstart.batch={config.warmstart.batch}"
-        )
-
-
-def _check_sampling(rollout: ConfigDict) -> None:
-    """What a token is drawn from. A warning where it is not what the trainer computes with: right for evaluation and `ask` only."""
-    check_sampling(rollout, "config.rollout.")
-    off = {name: rollout[name] for name, neutral in (("top_p", 1), ("top_k", 0), ("min_new_tokens", 0)) if rollout[name] != neutral}
-    if off:
-        shown = ", ".join(f"config.rollout.{name}={value}" for name, value in off.items())
-        log.warning(
-            "%s: tokens are drawn from a renormalised distribution, while the trainer's log-probs are the full softmax's: in "
-            "training the importance ratios are biased (evaluation and ask may well use it)",
-            shown,
-        )
+    settings_check.check(config, training, unlike)

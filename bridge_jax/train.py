@@ -24,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="Examples:\n"
         "  python -m bridge_jax.train --config=configs/pocket.py --workdir=runs/pocket\n"
         "  python -m bridge_jax.train --config=configs/pocket.py --workdir=runs/vt --config.method.name=vt_search\n"
+        "  python -m bridge_jax.train --config=configs/pocket.py --workdir=runs/tau --config.credit.tau=0.1\n"
+        "Every field that --config.group.field=value can set is in bridge_jax/config.py, with its default and a comment.\n"
+        f"Methods (config.method.name): {', '.join(configuration.METHODS)}.\n"
         "The workdir gets config.json, metrics.jsonl, rollouts/, checkpoints/, eval/, and at the end policy/, retriever/\n"
         "and report.html.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

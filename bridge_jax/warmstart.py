@@ -26,10 +26,11 @@ from bridge_jax.retrieval.progress import track
 from bridge_jax.retrieval.retriever import RetrievalFault
 from bridge_jax.training import sft
 from bridge_jax.training.assets import Assets, load_assets
+from bridge_jax.training.inputs import claim_inputs
 from bridge_jax.training.traces import Trace, TraceBuilder, trace_row
 from bridge_jax.training.workdir import claim_workdir, exclusive
 
-HELD_OUT = 20  # traces kept out of training, to see that it generalises
+HELD_OUT = 20  # traces kept out of training, to see that it generalises; a tenth where they are fewer than 200
 # What the warm start depends on; a rerun may change everything else.
 GROUPS = ("warmstart", "rollout", "retriever", "index")
 FIELDS = ("policy.model", "policy.compute_dtype", "data.train", "data.train_split", "train.seed")
@@ -96,9 +97,10 @@ def _train(
 
 
 def claim(config: ConfigDict, workdir: AnyPath, write: bool = True) -> None:
-    """The workdir's warm start belongs to one configuration (see GROUPS and FIELDS)."""
+    """The workdir's warm start belongs to one configuration (see GROUPS and FIELDS), and to the content of what it reads."""
     free = [name for name in configuration.flatten(config) if name.split(".")[0] not in GROUPS and name not in FIELDS]
     claim_workdir(config, workdir, name="warmstart_config.json", may_change=free, write=write)
+    claim_inputs(config, workdir, "warmstart_inputs.json", write)
 
 
 def training_questions(config: ConfigDict) -> list[Question]:
@@ -122,7 +124,7 @@ def build_traces(assets: Assets, console: Console) -> tuple[list[Trace], list[Tr
         seed=config.train.seed,
     )
     questions = training_questions(config)
-    wanted = min(config.warmstart.questions + HELD_OUT, len(questions))
+    wanted = min(built_for(config.warmstart.questions), len(questions))
     with track("building traces", wanted, "traces") as advance:
         try:
             traces, skipped = builder.build(questions, wanted, advance)
@@ -134,7 +136,7 @@ def build_traces(assets: Assets, console: Console) -> tuple[list[Trace], list[Tr
             f"warm start: only {len(traces)} of {len(questions)} questions of {', '.join(config.data.train)} give a trace "
             f"({reasons}): use questions whose metadata.gold_ids are in the corpus, or raise config.rollout.max_*_tokens"
         )
-    held = min(HELD_OUT, max(1, len(traces) // 10))
+    held = held_out(len(traces))
     turns = [turn for trace in traces for turn in trace.turns]
     lengths = [len(trace.prompt) + len(trace.tokens) for trace in traces]
     trained = sum(int(trace.generated.sum()) for trace in traces)
@@ -145,7 +147,17 @@ def build_traces(assets: Assets, console: Console) -> tuple[list[Trace], list[Tr
         markup=False,
         soft_wrap=True,
     )
-    return traces[held:][: config.warmstart.questions], traces[:held]
+    return traces[held:], traces[:held]
+
+
+def held_out(built: int) -> int:
+    """Traces kept out of training."""
+    return min(HELD_OUT, max(1, built // 10))
+
+
+def built_for(trained: int) -> int:
+    """Traces to build, so that `trained` are left to train on."""
+    return trained + min(HELD_OUT, max(1, trained // 9))
 
 
 def write_traces(path: AnyPath, traces: Sequence[Trace], heldout: Sequence[Trace]) -> None:

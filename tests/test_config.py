@@ -1,5 +1,6 @@
 """Configuration: every shipped file loads, every mistake is one line that names the field."""
 
+import argparse
 import json
 import re
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 
 from bridge_jax import config as configuration
 from bridge_jax.errors import UserError
+from bridge_jax.evaluation import cli
 from bridge_jax.training.workdir import claim_workdir
 
 ROOT = Path(__file__).parent.parent
@@ -44,7 +46,15 @@ def test_overrides_take_the_field_type():
         ("train.steps=0", ("train.steps", "at least 1")),
         ("rollout.temperature=nan", ("rollout.temperature",)),
         ("policy.remat=3", ("policy.remat", "bool")),
-        ("credit.tau=0", ("credit.tau", "above 0")),
+        ("credit.tau=0", ("credit.tau", "at least 1e-06")),
+        ("credit.gamma=1e999", ("credit.gamma", "finite")),
+        ("data.weights=(1e999,)", ("data.weights", "above 0")),
+        ("data.train=[1,2,3]", ("data.train", "str")),
+        ("policy.lora_targets=q_proj,3", ("policy.lora_targets", "str")),
+        ("credit.period=11", ("credit.period", "train.steps=10")),
+        ("rollout.max_searches=0", ("rollout.max_searches", "method bridge", "vt_search")),
+        ("grpo.group_size=1", ("grpo.group_size", "advantage 0")),
+        ("rollout.temperature=0", ("rollout.temperature", "above 0")),
         ("credit.target=next", ("credit.target", "answer, next_action, both")),
         ("data.weights=1,2", ("data.weights", "1 sources")),
         ("rollout.top_p=0", ("rollout.top_p", "at most 1")),
@@ -64,6 +74,37 @@ def test_mistakes_name_the_field(override, words):
         configuration.load(POCKET, [override])
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "unread"),
+    [
+        (["method.name=decoupled_rl", "credit.gamma=2"], "config.credit.gamma"),
+        (["method.name=search_r1", "credit.lr=1e-3", "credit.tau=0.5", "retriever.lora_rank=4"],
+         "config.credit.lr, config.retriever.lora_rank"),
+        (["method.name=decoupled_rag", "credit.clamp_negative=true"], "config.credit.clamp_negative"),
+        (["ppo.kl_coef=0.1"], "config.ppo.kl_coef"),
+        (["method.name=decoupled_rl", "credit.clamp_negative=true"], None),
+        (["method.name=vt_search", "credit.lr=1e-4"], None),  # the default
+        (["method.name=vt_search"], None),  # a file's own settings are for all methods
+    ],
+)  # fmt: skip
+def test_what_a_method_does_not_read_is_said(fields, unread, caplog):
+    configuration.load(POCKET, fields)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [line.split(": ")[0] for line in said] == ([f"nothing reads {unread}"] if unread else [])
+
+
+def test_a_command_that_only_uses_a_run_may_set_what_teaches_nothing(tmp_path, caplog):
+    """And a run that a method without groups or searches trains may, too."""
+    claim_workdir(configuration.load(POCKET, ["method.name=decoupled_rl"]), tmp_path)
+    idle = ["--config.rollout.max_searches=0", "--config.rollout.temperature=0", "--config.rollout.top_p=0.9"]
+    parser = argparse.ArgumentParser()
+    cli.add_flags(parser)
+    _, config = cli.parse(parser, [f"--workdir={tmp_path}", *idle, "--config.credit.gamma=3", "--config.grpo.group_size=1"])
+    assert config.rollout.max_searches == 0 and not [record for record in caplog.records if record.levelname == "WARNING"]
+    configuration.load(POCKET, ["method.name=vt_search", "rollout.max_searches=0", "credit.period=99"])
+    configuration.load(POCKET, ["method.name=vt_search", "policy.algorithm=ppo", "grpo.group_size=1"])
 
 
 def test_masking_and_crediting_the_same_turns_is_refused():
@@ -128,6 +169,17 @@ def test_workdir_belongs_to_one_configuration(tmp_path):
     longer = configuration.load(POCKET, ["train.steps=99"])
     claim_workdir(longer, tmp_path, may_change=("train.steps",))
     assert json.loads((tmp_path / "config.json").read_text())["train.steps"] == 99
+
+
+def test_a_longer_run_is_told_what_its_method_derives_from_the_length(tmp_path):
+    words = ["method.name=search_r1", "train.steps=10"]
+    claim_workdir(configuration.load(POCKET, words), tmp_path)
+    longer, may_change = [*words[:1], "train.steps=40"], ("train.steps",)
+    with pytest.raises(
+        UserError, match=r"warmup_steps was 6, now 23\): method search_r1 derives .*pass --config\.grpo\.warmup_steps=6 "
+    ):
+        claim_workdir(configuration.load(POCKET, longer), tmp_path, may_change=may_change)
+    claim_workdir(configuration.load(POCKET, [*longer, "grpo.warmup_steps=6"]), tmp_path, may_change=may_change)
 
 
 def test_command_line_errors_are_one_line_and_exit_2(tmp_path):

@@ -45,7 +45,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
     args = parser.parse_args(rest)
     if args.config is None:
         overrides = [*(f"{name}={text}" for name, text in workdir_fields(args.workdir).items()), *overrides]
-    return args, configuration.load(args.config or __file__, overrides)
+    return args, configuration.load(args.config or __file__, overrides, training=False)
 
 
 def workdir_fields(workdir: Path) -> dict[str, str]:

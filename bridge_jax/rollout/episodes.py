@@ -9,6 +9,7 @@ widths.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -43,7 +44,7 @@ class RolloutEngine:
         self.config = config
         self.retriever = retriever
         self.candidates = min(config.candidates, len(retriever.corpus))
-        self._known_ids = len(tokenizer)
+        self._known_ids, self._vocabulary = len(tokenizer), model.config.vocab_size
         self._table = stop_table(tokenizer, model.config.vocab_size)
         self._sampler = device.Sampler(
             model,
@@ -76,9 +77,12 @@ class RolloutEngine:
         more questions are done. finished: given each episode once, soon after its end. Returns the episodes ordered by question,
         then sample, and the metrics. A prompt beyond max_prompt_tokens is never cut: its episodes are "context_full", without
         tokens.
+
+        Raises:
+          ValueError: another number of prompts than questions, no sample a question, a temperature that is none, a prompt's token
+            id that the policy does not have.
         """
-        if len(prompts) != len(questions):
-            raise ValueError(f"{len(questions)} questions but {len(prompts)} prompts")
+        _check_request(questions, prompts, group_size, temperature, self._vocabulary)
         began, compiled, counts = time.monotonic(), self._sampler.compilations(), Counter()
         rows = [
             Row(group, sample, np.asarray(prompts[group], np.int32))
@@ -113,6 +117,22 @@ class RolloutEngine:
         metrics = _metrics(rows, counts, time.monotonic() - began, self._known_ids)
         metrics["rollout/compilations"] = self._sampler.compilations() - compiled
         return [row.episode(questions) for row in rows], metrics
+
+
+def _check_request(
+    questions: Sequence, prompts: Sequence[np.ndarray], group_size: int, temperature: float, vocabulary: int
+) -> None:
+    """What XLA would take without a word, and answer with nonsense."""
+    if len(prompts) != len(questions):
+        raise ValueError(f"{len(questions)} questions but {len(prompts)} prompts")
+    if group_size < 1:
+        raise ValueError(f"group_size={group_size}: must be at least 1")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature}: must be a finite number of at least 0")
+    for number, prompt in enumerate(prompts):
+        ids = np.asarray(prompt)
+        if ids.size and not 0 <= ids.min() <= ids.max() < vocabulary:
+            raise ValueError(f"prompt {number} has token ids from {ids.min()} to {ids.max()}: must be in [0, {vocabulary})")
 
 
 def _metrics(rows: list[Row], counts: Counter, seconds: float, known_ids: int) -> dict[str, float]:

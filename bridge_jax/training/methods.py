@@ -51,6 +51,10 @@ class Method:
     def trains_retriever(self) -> bool:
         return any(stage.retriever for stage in self.stages)
 
+    @property
+    def trains_policy(self) -> bool:
+        return any(stage.policy for stage in self.stages)
+
 
 METHODS = {
     # The paper's method and what it is measured against (METHOD 5).

@@ -11,6 +11,7 @@ from bridge_jax.errors import UserError
 from bridge_jax.objectives.bilevel import BridgeState
 from bridge_jax.training.assets import Assets, load_assets
 from bridge_jax.training.checkpoints import Checkpoints
+from bridge_jax.training.inputs import claim_inputs
 from bridge_jax.training.methods import method_of
 from bridge_jax.training.state import Learner, fingerprint
 from bridge_jax.training.workdir import claim_workdir
@@ -73,7 +74,11 @@ def open_state(config: ConfigDict, workdir: Path, which: str = "best") -> tuple[
 
 
 def claim(config: ConfigDict, workdir: Path, write: bool = True) -> None:
-    """`workdir.claim_workdir` for training: see MAY_CHANGE. A run in stages cannot be lengthened: the next one has begun."""
+    """A training run has one configuration (see MAY_CHANGE) and one content of what it reads.
+
+    A run in stages cannot be lengthened: the next one has begun.
+    """
     staged = len(method_of(config).stages) > 1
     may_change = [name for name in MAY_CHANGE if not (staged and name == "train.steps")]
     claim_workdir(config, workdir, may_change=may_change, write=write)
+    claim_inputs(config, workdir, "inputs.json", write)

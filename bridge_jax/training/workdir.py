@@ -13,6 +13,7 @@ from bridge_jax.config import default, flatten
 from bridge_jax.errors import UserError
 from bridge_jax.files import AnyPath, as_path, is_remote, refuse_unreachable, write_text
 from bridge_jax.training.bucket_lock import bucket_lock
+from bridge_jax.training.methods import method_of
 
 
 @contextlib.contextmanager
@@ -20,14 +21,17 @@ def exclusive(workdir: AnyPath) -> Iterator[None]:
     """Hold the folder's lock; it ends with the process, however that ends (in a bucket a minute later: `bucket_lock`).
 
     Raises:
-      UserError: another process holds it; the bucket cannot be reached.
+      UserError: another process holds it; the bucket cannot be reached; the folder cannot be made.
     """
     workdir = as_path(workdir)
     if is_remote(workdir):
         with bucket_lock(workdir):
             yield
         return
-    workdir.mkdir(parents=True, exist_ok=True)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # also where there can be no folder at all, as below /proc
+        raise UserError(f"--workdir={workdir}: the folder cannot be made ({error.strerror}): give another one") from error
     with (workdir / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,10 +68,22 @@ def claim_workdir(
         differ = [k for k in sorted(resolved.keys() | old.keys()) if resolved.get(k) != old.get(k) and k not in may_change]
         if differ:
             shown = "; ".join(f"{k} was {old.get(k)!r}, now {resolved.get(k)!r}" for k in differ[:3])
-            raise UserError(f"{workdir} belongs to another configuration ({shown}): use another --workdir, or delete this one")
+            raise UserError(
+                f"{workdir} belongs to another configuration ({shown}): {_derived(config, differ, old)}use another --workdir, or "
+                "delete this one"
+            )
     if not write:
         return
     write_text(path, json.dumps(resolved, indent=1, sort_keys=True) + "\n")
+
+
+def _derived(config: ConfigDict, differ: Sequence[str], old: dict[str, object]) -> str:
+    """What to do where nothing differs but what the method derives from other fields, such as a warm-up from train.steps."""
+    derived = {name for name, value in method_of(config).implied.items() if callable(value)}
+    if not derived.issuperset(differ):
+        return ""
+    kept = " ".join(f"--config.{name}={old[name]}" for name in differ)
+    return f"method {config.method.name} derives {', '.join(differ)} from other fields; pass {kept} to go on as it was, "
 
 
 def _plain(fields: dict[str, object]) -> dict[str, object]:

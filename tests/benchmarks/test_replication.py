@@ -27,11 +27,13 @@ def test_claims_are_taken_from_whichever_side_has_the_difference():
     row = {"minus_vt_search": {"multi_hop": GAP, "single_hop": GAP}, "minus_bridge": {"multi_hop": {**GAP, "mean": -0.03}}}
     behind = {"multi_hop": {"mean": -0.2, "low": -0.3, "high": -0.1}}
     found = {"bridge": row, "vt_search": row, "rag_then_rl": {**row, "minus_bridge": behind}}
-    text = replication.claims({"ablation": {"table": found, "order": {"rag_then_rl_minus_rl_then_rag": {"multi_hop": GAP}}}})
+    order = {"rag_then_rl_minus_rl_then_rag": {"multi_hop": GAP}}
+    text = replication.claims({"ablation": {"table": found, "order": order, "changes": {"vt_search_4g": {"grpo.group_size": 16}}}})
     assert "| bridge above rag_then_rl, multi-hop | 31.3 against 23.8 | +20.0 (+10.0 to +30.0) | **holds** |" in text
     assert "| bridge above vt_search, multi-hop | 31.3 against 21.7 | +3.0 (+1.0 to +5.2) | **holds** |" in text
     assert "| RAG-then-RL above RL-then-RAG, multi-hop | 23.8 against 23.3 | +3.0 (+1.0 to +5.2) | **holds** |" in text
     assert "| bridge with G above vt_search with 2 G, multi-hop | G=8 against G=16 | - | not measured |" in text
+    assert "| bridge with G above vt_search with 4 G, multi-hop; ours: G=4 against 16 | - |" in text
 
 
 def test_a_block_is_written_anew_and_the_text_around_it_stays():

@@ -1,6 +1,9 @@
 """What the benchmark scripts make of finished runs, on runs made by hand."""
 
+from types import SimpleNamespace
+
 import ablation
+import compilations
 import first_hop
 import method_cost
 import pytest
@@ -145,3 +148,13 @@ def test_rows_are_runnable_configurations():
             assert first_hop.runs_of(world, variant, args)[0].total > 0
     quick = runs.parser("", seeds=1).parse_args(["--quick"])
     assert all(ablation.runs_of(name, changes, quick, ablation.base(quick))[0].total <= 4 for name, changes in known.items())
+
+
+def test_new_programs_are_those_that_a_total_grew_by():
+    rows = [(3, 4, 2), (0, 4, 3), (1, 6, 3)]
+    metrics = [{"rollout/compilations": r, "compilations/score": s, "compilations/update": u} for r, s, u in rows]
+    found = {part: counts.tolist() for part, counts in compilations.new_programs(metrics).items()}
+    assert found == {"rollouts": [3, 0, 1], "scoring": [4, 0, 2], "updates": [2, 1, 0]}
+    summary = compilations.summary([SimpleNamespace(metrics=metrics)])
+    assert (summary["programs_of_first_step"], summary["programs_of_later_steps"], summary["last_step"]) == (9, 4, 3)
+    assert compilations.new_programs([*metrics, {"compilations/score": 1, "compilations/update": 3}]) is None  # another process

@@ -1,5 +1,6 @@
 """The runner with stand-ins for training: what is run, what is not run again, what a failure costs, and what is read back."""
 
+import importlib
 import json
 import os
 import signal
@@ -138,3 +139,29 @@ def test_what_is_read_back(tmp_path):
         "single_hop": ["one_hop"], "multi_hop": ["two_hop"], "overall": ["one_hop", "two_hop"],
     }  # fmt: skip
     assert json.loads((tmp_path / "a/seed0/finished.json").read_text())["definition"][0] == "--config=configs/mini.py"
+
+
+@pytest.mark.parametrize(
+    ("script", "word", "said"),
+    [
+        ("ablation", "--seeds=0", "--seeds: 0: must be at least 1"),
+        ("ablation", "--seeds=many", "--seeds: invalid whole_number value: 'many'"),
+        ("ablation", "--jobs=0", "--jobs: 0: must be at least 1"),
+        ("first_hop", "--steps=-1", "--steps: -1: must be at least 0"),
+        ("fidelity", "--limit=-1", "--limit: -1: must be at least 0"),
+        ("method_cost", "--config=nope.py", "nope.py does not exist"),
+        ("method_cost", "--rounds=0", "--rounds: 0: must be at least 1"),
+        ("credit_audit", "--rows=foo", "--rows: there is no 'foo'; there are bridge, "),
+        ("grpo_step", "--peers-python=/nope", "--peers-python: /nope is no program"),
+        ("grpo_step", "--cases=dense,foo", "--cases: there is no 'foo'; there are dense, ragged, full_vocab"),
+        ("rollout", "--groups=1,0", "--groups: 0: must be at least 1"),
+        ("end_to_end", "--name=../../x", "--name: '../../x': letters, digits"),
+        ("mini_world", "--split=foo", "error: 'mini/one_hop' has no split 'foo'"),
+    ],
+)
+def test_a_wrong_argument_is_told_in_one_line(script, word, said, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [script, word])
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(importlib.import_module(script).main())
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]

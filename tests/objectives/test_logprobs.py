@@ -83,7 +83,7 @@ assert "f32[8,1,3001]" in text, "a device has its share of the 32 rows of a step
 want = fn(hidden, kernel, targets, 1)
 np.testing.assert_allclose(compiled(placed[0], kernel, placed[1]), want, atol=1e-5)
 
-# Where the vocabulary divides over fsdp: half of it on a device, for the 16 rows of its data half; kernels and gradients stay split.
+# Where the vocabulary divides over fsdp: half of it on a device, for the 16 rows of its data half; kernel and gradient stay split.
 kernel = kernel[:, :3000]
 want = fn(hidden, kernel, targets, 1)
 split = jax.device_put(kernel, jax.NamedSharding(mesh, jax.P(None, ("fsdp", "tensor"))))

@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
-from rollout_engine import ANSWER, CONFIG, QUERY, WORDS, Script, check_log_probs, prompts_of, run_real, same
+import rollout_tiny as tiny
+from rollout_engine import ANSWER, CONFIG, QUERY, WORDS, Script, check_log_probs, prompts_of, real_engine, run_real, same
 
 
 @pytest.mark.parametrize("length", [1, 9, CONFIG.max_prompt_tokens])
@@ -34,6 +36,24 @@ def test_an_empty_prompt_is_refused_like_one_that_is_too_long():
     episodes, _ = run_real([np.zeros(0, np.int32), *prompts_of([4])], group_size=2)
     assert [episode.status for episode in episodes[:2]] == ["context_full"] * 2
     assert all(len(episode.tokens) for episode in episodes[2:])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"group_size": 0}, "group_size=0"),
+        ({"prompts": [np.array([3, 10_000])]}, r"prompt 0 .* must be in \[0, "),
+        ({"prompts": [np.array([-1, 3])]}, r"prompt 0 .* from -1 to 3"),
+        ({"prompts": []}, "1 questions but 0 prompts"),
+    ],
+)
+def test_what_no_rollout_can_be_is_refused(wrong, words):
+    engine, variables = real_engine()
+    settings = {"prompts": prompts_of([4]), "group_size": 1, "key": jax.random.key(0), "temperature": 1.0} | wrong
+    with pytest.raises(ValueError, match=words):
+        engine.run(variables, tiny.questions(1), **settings)
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])

@@ -8,7 +8,11 @@ import pytest
 import tiny_run
 from safetensors.numpy import load_file, save_file
 
+from bridge_jax import config as configuration
 from bridge_jax import index, train, warmstart
+from bridge_jax.errors import UserError
+from bridge_jax.training import session
+from bridge_jax.training.workdir import exclusive
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +127,36 @@ def test_train_refuses(world, damage, words, capsys, tmp_path):
     assert len(said) == 1
     assert all(word in said[0] for word in words), said[0]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("claim", "written"), [(session.claim, "inputs.json"), (warmstart.claim, "warmstart_inputs.json")], ids=["train", "warmstart"]
+)
+@pytest.mark.parametrize(("file", "field"), [("corpus.jsonl", "index.corpus"), ("questions.jsonl", "data.train")])
+def test_a_run_does_not_go_on_with_other_passages_or_questions(world, tmp_path, claim, written, file, field):
+    config, workdir = configuration.load(world / "config.py"), tmp_path / "run"
+    claim(config, workdir)
+    claim(config, workdir)
+    before = (workdir / written).read_bytes()
+    whole = (world / file).read_text()
+    (world / file).write_text(whole.replace("oslo", "lima", 1))
+    for write in (False, True):
+        with pytest.raises(UserError, match=rf"config\.{field}: {world / file} does not hold what it held") as caught:
+            claim(config, workdir, write=write)
+        assert "\n" not in str(caught.value) and (workdir / written).read_bytes() == before
+    (world / file).write_text(whole)
+    claim(config, workdir)
+    (workdir / written).unlink()  # a run of before this was noted goes on with what there is
+    (world / file).write_text(whole.replace("oslo", "lima", 1))
+    claim(config, workdir)
+    assert (workdir / written).exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "run"
+    with pytest.raises(UserError, match=f"--workdir={folder}: the folder cannot be made"), exclusive(folder):
+        pass
 
 
 def test_warmstart_refuses_questions_without_gold_passages(world, capsys, tmp_path):

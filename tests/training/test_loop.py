@@ -146,8 +146,8 @@ def test_a_prompt_that_is_too_long_costs_its_own_rollouts_only(world, tmp_path):
     assert all(np.isfinite(value) for row in steps for value in row.values())
 
 
-def test_no_searches_allowed(world, tmp_path):
-    rows = run(world, tmp_path, "--config.rollout.max_searches=0", "--config.train.steps=1")
+def test_a_step_in_which_nobody_searches(world, tmp_path):
+    rows = run(world, tmp_path, "--config.rollout.max_new_tokens=1", "--config.train.steps=1")
     assert rows[0]["rollout/searches"] == 0 and rows[0]["credit/turns"] == 0
 
 

@@ -144,6 +144,12 @@ def test_a_trace_learnt_by_heart_is_what_the_engine_rolls_out(world, traces):
 # The command ----------------------------------------------------------------------------------------------------------
 
 
+def test_as_many_traces_are_trained_on_as_the_field_says():
+    for trained in (1, 4, 8, 9, 89, 179, 180, 256, 2000):
+        built = warmstart.built_for(trained)
+        assert built - warmstart.held_out(built) == trained and 1 <= built - trained <= warmstart.HELD_OUT
+
+
 def test_command_writes_a_hugging_face_folder_once(world, tmp_path, capsys):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM, AutoTokenizer
