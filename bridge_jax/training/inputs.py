@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from bridge_jax.data.qa import locate
 from bridge_jax.errors import UserError
-from bridge_jax.files import AnyPath, write_text
+from bridge_jax.files import AnyPath, as_path, write_text
 from bridge_jax.training.search import open_corpus
 
 
