@@ -152,6 +152,7 @@ def default() -> ConfigDict:
     c.mesh.data = 1
     c.mesh.fsdp = -1  # -1 = all remaining devices
     c.mesh.tensor = 1
+    c.mesh.rollout_tensor = 1  # of rollouts and scoring, within the devices of a process; their rows are split over the rest
 
     c.warmstart = ConfigDict()
     c.warmstart.questions = 2000  # traces built from
@@ -303,6 +304,7 @@ _AT_LEAST = {  # smallest allowed value; numbers not named here must be >= 0
     "mesh.data": -1,
     "mesh.fsdp": -1,
     "mesh.tensor": 1,
+    "mesh.rollout_tensor": 1,
     "warmstart.questions": 1,
     "warmstart.batch": 1,
     "warmstart.microbatch": 1,

@@ -12,9 +12,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ml_collections import ConfigDict
 from rich.console import Console
 
 from bridge_jax import config as configuration
+from bridge_jax import distributed
 from bridge_jax.errors import UserError, main_guard
 from bridge_jax.evaluation import cli
 from bridge_jax.evaluation.run import evaluate_sets, load_sets
@@ -34,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     cli.add_flags(parser)
+    distributed.add_flags(parser)
     parser.add_argument("--datasets", default="", metavar="A,B", help="sets, files or embedded/<set> (default: config.data.eval)")
     parser.add_argument("--limit", type=int, metavar="N", help="questions a source; 0 = all (default: config.data.eval_limit)")
     parser.add_argument("--split", help="split of each source (default: config.data.eval_split)")
@@ -43,13 +46,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     split = config.data.eval_split if args.split is None else args.split
     limit = config.data.eval_limit if args.limit is None else args.limit
     sets = load_sets(config, tuple(name.strip() for name in args.datasets.split(",") if name.strip()), split, limit)
+    with distributed.processes(args.distributed, args.heartbeat):
+        evaluate(args, config, sets, split, limit)
+    return 0
 
+
+def evaluate(args: argparse.Namespace, config: ConfigDict, sets: Mapping, split: str, limit: int) -> None:
+    """Every process answers its share of the questions; the main one writes and prints."""
     from bridge_jax.training.session import open_session  # late: bad flags and missing questions are told before models are loaded
 
-    session = open_session(config, args.workdir, args.checkpoint)
+    session = distributed.together(lambda: open_session(config, args.workdir, args.checkpoint))
     result = evaluate_sets(
         session.assets, session.policy_variables, sets, retriever_lora=session.retriever_lora, seed=config.train.seed
     )
+    if not distributed.is_main():
+        return
     settings = {
         "step": session.step,
         "checkpoint": args.checkpoint,
@@ -61,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     console.print(results_table(result, title=f"{args.checkpoint} checkpoint, step {session.step}, greedy"))
     console.print(f"predictions and metrics: {path}", markup=False, highlight=False, soft_wrap=True)
-    return 0
 
 
 def write(workdir: Path, step: int, split: str, limit: int, result: Mapping) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -112,7 +112,8 @@ class Row:
     def end(self, status: Status) -> None:
         self.status = status
 
-    def episode(self, questions: Sequence[Question]) -> Episode:
+    def episode(self, questions: Mapping[int, Question]) -> Episode:
+        """The finished rollout; `questions` by their number in the step, which is the row's group."""
         return Episode(
             question=questions[self.group],
             group=self.group,
