@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from bridge_jax import distributed
 from bridge_jax.errors import UserError, main_guard
 from bridge_jax.evaluation import cli, endpoint
 from bridge_jax.evaluation.baselines import BASELINES, baseline_of
@@ -39,6 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     cli.add_flags(parser)
+    distributed.add_flags(parser)
     parser.add_argument(
         "--datasets",
         default="",
@@ -69,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from bridge_jax.evaluation import command  # late: bad flags and missing questions are told before models are loaded
 
-    path, result = command.evaluate(args, config, specs, sets, default_name(args, sets, split, limit))
+    with distributed.processes(args.distributed, args.heartbeat):
+        path, result = command.evaluate(args, config, specs, sets, default_name(args, sets, split, limit))
     console = Console()
     if result is None:
         console.print(f"this shard is done, others are not: {path}", markup=False, highlight=False, soft_wrap=True)
@@ -78,7 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.against:
         command.show_against(console, result, args.against, path)
     console.print(f"predictions and metrics: {path}", markup=False, highlight=False, soft_wrap=True)
-    return 0
 
 
 def check(args: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from bridge_jax import config as configuration
+from bridge_jax import distributed
 from bridge_jax.errors import main_guard
 from bridge_jax.evaluation.table import comparison_table
 from bridge_jax.report import page
@@ -33,14 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     configuration.add_config_flag(parser)
+    distributed.add_flags(parser)
     parser.add_argument("--workdir", required=True, type=Path, metavar="FOLDER", help="the run's folder; made when missing")
     args, config = configuration.parse_args(parser, argv)
-    train(config, args.workdir)
+    with distributed.processes(args.distributed, args.heartbeat):
+        train(config, args.workdir)
     return 0
 
 
 def train(config: ConfigDict, workdir: Path) -> Path:
     """What the command does, for callers that have a configuration."""
+    keep_programs(workdir)
     from bridge_jax.evaluation.run import evaluate_sets, evaluation_engine, load_sets  # late: --help need not wait for them
     from bridge_jax.training import loop
 
@@ -52,9 +56,17 @@ def train(config: ConfigDict, workdir: Path) -> Path:
             assets, policy_variables, sets, retriever_lora=retriever_lora, seed=config.train.seed, engine=engine(assets)
         )
 
-    loop.run(config, workdir, evaluate)
-    finish(config, workdir)
+    if loop.run(config, workdir, evaluate) and distributed.is_main():
+        finish(config, workdir)
     return workdir
+
+
+def keep_programs(workdir: Path) -> None:
+    """Compiled programs are kept in the workdir, for the run to go on quickly, unless jax has been told another place."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(workdir / "jax_cache"))
 
 
 def finish(config: ConfigDict, workdir: Path) -> None:

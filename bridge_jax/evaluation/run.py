@@ -1,4 +1,7 @@
-"""Greedy evaluation on data sets: the rollout engine of training, one sample a question, temperature 0."""
+"""Greedy evaluation on data sets: the rollout engine of training, one sample a question, temperature 0.
+
+Of several processes each answers its share of every set's questions.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
+from bridge_jax import distributed, preemption
 from bridge_jax.data import medical
 from bridge_jax.data.corpora import SHIPPED
 from bridge_jax.data.formats import canonical_name
@@ -33,7 +37,7 @@ def evaluation_engine(assets: Assets, retriever=None) -> RolloutEngine:
     """
     config = assets.engine.config
     wide = dataclasses.replace(config, batch_groups=config.batch_groups * assets.config.grpo.group_size)
-    return RolloutEngine(assets.policy, assets.tokenizer, assets.eos_ids, wide, retriever or assets.retriever)
+    return RolloutEngine(assets.rollout_policy, assets.tokenizer, assets.eos_ids, wide, retriever or assets.retriever)
 
 
 class Agent:
@@ -81,7 +85,7 @@ def evaluate_sets(
     """Answer every question greedily and score.
 
     Args:
-      policy_variables: {"params": .. [, "lora": ..]}.
+      policy_variables: {"params": .. [, "lora": ..]}, published.
       sets: name -> questions.
       seed: of the bootstrap intervals (greedy decoding draws nothing).
       engine: from `evaluation_engine`, to be used again; None makes one.
@@ -89,18 +93,34 @@ def evaluate_sets(
     Returns:
       {"datasets": {name: metrics}, "averages": {"single_hop", "multi_hop", "overall"}, "predictions": {name: [record a
       question]}, "k", "seconds"}; the metrics are those of `aggregate.summarise`.
+
+    Raises:
+      Preempted: a SIGTERM that is listened for (`preemption`) broke it off.
     """
     prompt = assets.config.rollout.prompt
     agent = Agent(engine or evaluation_engine(assets), policy_variables, prompt, retriever_lora=retriever_lora, seed=seed)
     began = time.monotonic()
     records: dict[str, list[dict]] = {}
-    for name, questions in sets.items():
-        show = track(f"evaluating {name}", len(questions), "questions") if progress else contextlib.nullcontext(lambda n: None)
-        rows = records[name] = []
-        with show as advance:
+
+    def answered(name: str, questions: Sequence[Question]) -> list[dict]:
+        shown = progress and distributed.is_main()
+        show = track(f"evaluating {name}", len(questions), "questions") if shown else contextlib.nullcontext(lambda n: None)
+        rows = []
+        with show as bar:
+
+            def advance(done: int) -> None:
+                preemption.check()
+                bar(done)
+
             for at in range(0, len(questions), agent.block):
                 outcomes = agent.answer(questions[at : at + agent.block], advance=advance)
                 rows += [aggregate.record(outcome, agent.corpus, agent.k) for outcome in outcomes]
+        return rows
+
+    for name, questions in sets.items():
+        mine = questions[distributed.index() :: distributed.count()]
+        parts = distributed.share(lambda name=name, mine=mine: answered(name, mine))
+        records[name] = [parts[i % len(parts)][i // len(parts)] for i in range(len(questions))]
     return aggregate.result(records, agent.k, seed) | {"seconds": time.monotonic() - began}
 
 

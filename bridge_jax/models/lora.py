@@ -117,7 +117,10 @@ def _peft_name(module: str, layer: int | str, factor: str) -> str:
 
 
 def save_peft(folder: str | Path, lora: Mapping, config: LoRAConfig, arch: str, base_name: str) -> None:
-    """Write the adapter as PEFT does. `arch`: a key of `hub.MODULES`; `base_name`: the base model's id or folder."""
+    """Write the adapter as PEFT does. `arch`: a key of `hub.MODULES`; `base_name`: the base model's id or folder.
+
+    With several processes all must call it; process 0 writes.
+    """
     modules = hub.MODULES[arch]
     tensors, targets = {}, []
     for path, factors in _modules(lora, "a").items():
@@ -128,6 +131,8 @@ def save_peft(folder: str | Path, lora: Mapping, config: LoRAConfig, arch: str, 
         for layer in range(a.shape[0]):
             tensors[_peft_name(module, layer, "A")] = a[layer].T
             tensors[_peft_name(module, layer, "B")] = b[layer].T
+    if jax.process_index():
+        return
     settings = {
         "peft_type": "LORA",
         "task_type": "FEATURE_EXTRACTION" if arch == "bert" else "CAUSAL_LM",

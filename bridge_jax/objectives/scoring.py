@@ -27,10 +27,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from bridge_jax.mesh import batch_sharding, batch_ways
+from bridge_jax.mesh import batch_sharding, batch_ways, put
 from bridge_jax.objectives.credit import document_log_likelihood
 from bridge_jax.rollout import protocol
+
+AHEAD = 2  # batches that the device may be behind the host
 
 _score = jax.jit(document_log_likelihood, static_argnums=0, static_argnames=("answer_tokens", "chunk", "pairs"))
 
@@ -113,14 +116,17 @@ class Scorer:
         behind = tuple(document[beginning:] for document in documents)
         return Request(np.concatenate(history), turn.rows, behind, lead, targets, cut)
 
-    def __call__(self, variables, requests: Sequence[Request]) -> list[np.ndarray]:
+    def __call__(self, variables, requests: Sequence[Request], between: Callable[[], None] = lambda: None) -> list[np.ndarray]:
         """l of every request: [C] float32 arrays in their order; -inf for a corpus row of -1 and where no target can be scored.
 
-        What batches share is said in `batches`.
+        What batches share is said in `batches`. between: called before each batch; it may raise to break off.
         """
         pending = []
-        for places, batch, targets in self.batches(requests):
-            # Not waited for: the host packs the next batch meanwhile.
+        for places, batch, targets in self.batches(requests, self.model.mesh):
+            between()
+            # Not waited for: the host packs the next batches meanwhile. But no more of them, lest breaking off take long.
+            if len(pending) >= AHEAD:
+                pending[-AHEAD][-1].block_until_ready()
             options = {"answer_tokens": targets, "chunk": self.config.chunk, "pairs": self.config.pairs_at_once}
             likelihood = _score(self.model, variables, **batch, **options)
             pending.append((places, np.asarray(batch["answer_mask"]).any(-1), likelihood))
@@ -132,23 +138,21 @@ class Scorer:
                     scores[i] = values
         return scores
 
-    def batches(self, requests: Sequence[Request]) -> Iterator[tuple[list[list[int]], dict[str, jax.Array], int]]:
+    def batches(
+        self, requests: Sequence[Request], mesh: Mesh | None = None
+    ) -> Iterator[tuple[list[list[int]], dict[str, jax.Array], int]]:
         """Yields (places, arrays, answer_tokens) until every request was in a batch: row u of the arrays stands for the equal
         requests number places[u]; `pack` says what the other two are.
 
         Equal requests (siblings that wrote the same query) share a row, requests of like length a batch. Batches have
         `turns_per_batch` turns, the last ones an eighth of it (or one), so few programs are compiled and little padding is run.
-        On a mesh (`model.mesh`) turns are split over its batch axes, and their number is a multiple of its ways.
+        On a mesh turns are split over its batch axes, and their number is a multiple of its ways.
         """
-        equal: dict[tuple, list[int]] = {}
-        for i, request in enumerate(requests):
-            equal.setdefault(request.key, []).append(i)
-        # Large shapes first: the largest program is compiled, and runs out of memory, at once rather than at the end.
-        places = sorted(equal.values(), key=lambda at: requests[at[0]].shape, reverse=True)
-        for first, last, size in self._cuts(len(places)):
+        places = by_shape(requests)
+        for first, last, size in self._cuts(len(places), batch_ways(mesh)):
             arrays, targets = self.pack([requests[at[0]] for at in places[first:last]], size)
-            if self.model.mesh is not None:
-                arrays = jax.device_put(arrays, batch_sharding(self.model.mesh))
+            if mesh is not None:
+                arrays = {name: put(array, batch_sharding(mesh)) for name, array in arrays.items()}
             yield places[first:last], arrays, targets
 
     def pack(self, requests: Sequence[Request], size: int) -> tuple[dict[str, np.ndarray], int]:
@@ -193,14 +197,24 @@ class Scorer:
             answer_tokens *= 4  # coarse: they cost the vocabulary's projection alone
         return arrays, answer_tokens
 
-    def _cuts(self, count: int) -> Iterator[tuple[int, int, int]]:
+    def _cuts(self, count: int, ways: int) -> Iterator[tuple[int, int, int]]:
         """(first, last, rows) of each batch of `count` requests."""
-        ways = batch_ways(self.model.mesh)
         size = -(-self.config.turns_per_batch // ways) * ways
         few = -(-size // (8 * ways)) * ways
         full = count // size * size
         yield from ((first, first + size, size) for first in range(0, full, size))
         yield from ((first, min(first + few, count), few) for first in range(full, count, few))
+
+
+def by_shape(requests: Sequence[Request]) -> list[list[int]]:
+    """The places of equal requests together, those of the largest shapes first.
+
+    The largest program is then compiled, and runs out of memory, at once rather than at the end.
+    """
+    equal: dict[tuple, list[int]] = {}
+    for i, request in enumerate(requests):
+        equal.setdefault(request.key, []).append(i)
+    return sorted(equal.values(), key=lambda at: requests[at[0]].shape, reverse=True)
 
 
 def _ids(tokens: Sequence[int]) -> np.ndarray:

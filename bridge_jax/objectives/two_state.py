@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bridge_jax.mesh import batch_sharding
+from bridge_jax.mesh import batch_sharding, put
 from bridge_jax.objectives.bilevel import (
     BridgeState,
     Frozen,
@@ -111,7 +111,7 @@ def likelihood_gradient(
         rows = np.zeros((arrays["history"].shape[0], weights.shape[1]), np.float32)
         for row, requests in zip(rows, places):
             row[:] = weights[list(requests)].sum(0)
-        placed = rows if mesh is None else jax.device_put(rows, batch_sharding(mesh))
+        placed = rows if mesh is None else put(rows, batch_sharding(mesh))
         total = _accumulate(config, modules.policy, frozen.policy, policy, total, placed, arrays, answer_tokens=answer_tokens)
     return total
 

@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,7 +27,16 @@ from bridge_jax.rollout.flight import Flight, bucket, length_buckets, private_wi
 from bridge_jax.rollout.rows import Episode, RolloutConfig, Row, Turn
 from bridge_jax.rollout.stopping import stop_table
 
-__all__ = ["Episode", "RolloutConfig", "RolloutEngine", "Turn"]
+__all__ = ["Episode", "Played", "RolloutConfig", "RolloutEngine", "Turn", "summarise"]
+
+
+class Played(NamedTuple):
+    """What one process played: its episodes, what was counted on the way, how long it took, programs compiled."""
+
+    episodes: list[Episode]
+    counts: Counter
+    seconds: float
+    compilations: int
 
 
 class RolloutEngine:
@@ -57,7 +66,11 @@ class RolloutEngine:
         self._widths = private_widths(config)
         self._prompt_width = 0  # the widest so far: a run of shorter prompts needs no programs of its own
 
-    def run(
+    def run(self, *args, **settings) -> tuple[list[Episode], dict[str, float]]:
+        """`play`, summarised: the episodes ordered by question, then sample, and the metrics."""
+        return summarise([self.play(*args, **settings)])
+
+    def play(
         self,
         policy_variables: dict[str, Any],
         questions: Sequence[Question],
@@ -67,26 +80,29 @@ class RolloutEngine:
         key: jax.Array,
         temperature: float,
         retriever_lora=None,
+        numbers: Sequence[int] | None = None,
         advance: Callable[[int], None] = lambda questions: None,
         finished: Callable[[Episode], None] | None = None,
-    ) -> tuple[list[Episode], dict[str, float]]:
+    ) -> Played:
         """Roll out `group_size` samples of each question.
 
-        prompts: the token ids of each question's prompt ([P] int32). Sample s of question i draws from the key
-        fold_in(key, i * group_size + s), whatever else is in the batch. temperature 0 is greedy. advance: told on the way how many
-        more questions are done. finished: given each episode once, soon after its end. Returns the episodes ordered by question,
-        then sample, and the metrics. A prompt beyond max_prompt_tokens is never cut: its episodes are "context_full", without
-        tokens.
+        prompts: the token ids of each question's prompt ([P] int32). numbers: of each question in its step, where this is a part of
+        one; the groups of the episodes. Sample s of question number i draws from the key fold_in(key, i * group_size + s), whatever
+        else is in the batch. temperature 0 is greedy. advance: told on the way how many more questions are done, often none; it may
+        raise to break off. finished: given each episode once, soon after its end. A prompt beyond max_prompt_tokens is never cut:
+        its episodes are "context_full", without tokens.
 
         Raises:
           ValueError: another number of prompts than questions, no sample a question, a temperature that is none, a prompt's token
             id that the policy does not have.
         """
         _check_request(questions, prompts, group_size, temperature, self._vocabulary)
+        numbers = range(len(questions)) if numbers is None else numbers
+        asked = dict(zip(numbers, questions, strict=True))
         began, compiled, counts = time.monotonic(), self._sampler.compilations(), Counter()
         rows = [
-            Row(group, sample, np.asarray(prompts[group], np.int32))
-            for group in range(len(questions))
+            Row(number, sample, np.asarray(prompt, np.int32))
+            for number, prompt in zip(numbers, prompts, strict=True)
             for sample in range(group_size)
         ]
         groups = [rows[at : at + group_size] for at in range(0, len(rows), group_size)]
@@ -108,15 +124,15 @@ class RolloutEngine:
             nonlocal going
             for row in going if finished else ():
                 if row.status is not None:
-                    finished(row.episode(questions))
+                    finished(row.episode(asked))
             going = [row for row in going if row.status is None]
             advance(done)
 
         Flight(self._sampler, environment, self._widths, policy_variables, **settings).run(waiting, look)
         look(0)  # those whose prompt was too long, where nobody else was under way
-        metrics = _metrics(rows, counts, time.monotonic() - began, self._known_ids)
-        metrics["rollout/compilations"] = self._sampler.compilations() - compiled
-        return [row.episode(questions) for row in rows], metrics
+        counts["outside_vocabulary"] = sum(token >= self._known_ids for row in rows for token in row.tokens)
+        episodes = [row.episode(asked) for row in rows]
+        return Played(episodes, counts, time.monotonic() - began, self._sampler.compilations() - compiled)
 
 
 def _check_request(
@@ -135,28 +151,34 @@ def _check_request(
             raise ValueError(f"prompt {number} has token ids from {ids.min()} to {ids.max()}: must be in [0, {vocabulary})")
 
 
-def _metrics(rows: list[Row], counts: Counter, seconds: float, known_ids: int) -> dict[str, float]:
-    """Means are over rollouts. prefill_ratio: real tokens put through the model / distinct tokens of prompts and responses.
-    padding_ratio: positions computed, padding included / real tokens."""
-    rollouts = max(1, len(rows))
-    generated = sum(sum(row.generated) for row in rows)
-    distinct = counts["prompt"] + sum(len(row.tokens) for row in rows)
-    ended = Counter(row.status for row in rows)
+def summarise(parts: Sequence[Played]) -> tuple[list[Episode], dict[str, float]]:
+    """What several processes played of one step, each some of its questions -> its episodes in order, and metrics.
+
+    Means are over rollouts. prefill_ratio: real tokens put through the model / distinct tokens of prompts and responses.
+    padding_ratio: positions computed, padding included / real tokens. Times are the slowest process'; retrieval is their mean.
+    """
+    episodes = sorted((e for part in parts for e in part.episodes), key=lambda e: (e.group, e.sample))
+    counts, seconds = sum((part.counts for part in parts), Counter()), max(part.seconds for part in parts)
+    rollouts = max(1, len(episodes))
+    generated = sum(int(e.generated.sum()) for e in episodes)
+    distinct = counts["prompt"] + sum(len(e.tokens) for e in episodes)
+    ended = Counter(e.status for e in episodes)
     metrics = {
-        "rollout/searches": sum(len(row.turns) for row in rows) / rollouts,
+        "rollout/searches": sum(len(e.turns) for e in episodes) / rollouts,
         "rollout/corrective": counts["corrective"] / rollouts,
         "rollout/generated_tokens": generated / rollouts,
-        "rollout/response_tokens": sum(len(row.tokens) for row in rows) / rollouts,
-        "rollout/response_tokens_max": max((len(row.tokens) for row in rows), default=0),
+        "rollout/response_tokens": sum(len(e.tokens) for e in episodes) / rollouts,
+        "rollout/response_tokens_max": max((len(e.tokens) for e in episodes), default=0),
         "rollout/tokens_per_second": generated / max(seconds, 1e-9),
         "rollout/prefill_ratio": counts["forwarded"] / max(1, distinct),
         "rollout/padding_ratio": counts["computed"] / max(1, counts["forwarded"]),
         "rollout/passages_dropped": counts["dropped"],
         "rollout/passages_cut": counts["cut"],
-        "rollout/outside_vocabulary": sum(token >= known_ids for row in rows for token in row.tokens),
+        "rollout/outside_vocabulary": counts["outside_vocabulary"],
+        "rollout/compilations": max(part.compilations for part in parts),
         "time/rollout": seconds,
-        "time/retrieval": counts["retrieval_microseconds"] / 1e6,
+        "time/retrieval": counts["retrieval_microseconds"] / 1e6 / len(parts),
     }
     for status in ("answered", "no_answer", "truncated", "context_full", "environment_fault"):
         metrics[f"rollout/{status}"] = ended[status] / rollouts
-    return metrics
+    return episodes, metrics

@@ -133,12 +133,14 @@ class Flight:
         self.reasons = np.full(total, device.IDLE)
         self.column = 0
         self.state: device.DecodeState | None = None
+        self.advance: Callable[[int], None] = lambda groups: None
 
     def run(self, waiting: list[list[Row]], advance: Callable[[int], None]) -> None:
         """Roll out every group of `waiting` (G rows of one prompt, none ended) to its end. Like lengths should stand together.
 
-        advance: told after each look of the host how many groups have ended since the last.
+        advance: told after each look of the host how many groups have ended since the last. It may raise to break off.
         """
+        self.advance = advance
         if not waiting:
             return
         waiting, under_way = list(waiting), len(waiting)
@@ -227,6 +229,7 @@ class Flight:
                 self.rows[index].write(tokens[index, :n].tolist(), logps[index, :n].tolist())
             self.filled += counts
             self.room = np.where(self.reasons == device.RUNNING, self.room - counts, 0)
+            self.advance(0)
             live = self._live()
             if one_chunk or (self.reasons[live] != device.RUNNING).sum() >= ACT_SHARE * len(live):
                 return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -117,7 +117,8 @@ class Row:
         self.status = status
         self.seconds = 0.0 if self.began is None else time.monotonic() - self.began
 
-    def episode(self, questions: Sequence[Question]) -> Episode:
+    def episode(self, questions: Mapping[int, Question]) -> Episode:
+        """The finished rollout; `questions` by their number in the step, which is the row's group."""
         return Episode(
             question=questions[self.group],
             group=self.group,

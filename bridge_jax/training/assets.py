@@ -15,7 +15,7 @@ from bridge_jax.data import corpora
 from bridge_jax.data.formats import canonical_name
 from bridge_jax.data.qa import OFFICIAL
 from bridge_jax.errors import UserError
-from bridge_jax.mesh import batch_ways, make_mesh
+from bridge_jax.mesh import batch_ways, make_mesh, rollout_mesh, shard_tree
 from bridge_jax.models import e5, hub, qwen2
 from bridge_jax.models.attention_kernels import choose_backend
 from bridge_jax.models.lora import E5_TARGETS, LoRAConfig
@@ -29,14 +29,22 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Assets:
-    """Loaded once a process; `base_params` is the policy's starting point (and, without `lora`, the reference policy)."""
+    """Loaded once a process; `base_params` is the policy's starting point (and, without `lora`, the reference policy).
+
+    What learns lies on `mesh`, of all devices of all processes: `policy`, `base_params`, `tower` (the encoder whose query side
+    learns). What plays and searches lies on `rollout_mesh`, this process' own devices: `rollout_policy` (the same module),
+    `encoder`, the index. On a single device both meshes are None, and `tower` is `encoder`.
+    """
 
     config: ConfigDict
-    mesh: Mesh | None  # None on a single device
+    mesh: Mesh | None
+    rollout_mesh: Mesh | None
     policy: qwen2.Qwen2
+    rollout_policy: qwen2.Qwen2
     base_params: dict
     tokenizer: object
     eos_ids: tuple[int, ...]
+    tower: e5.Encoder
     encoder: e5.Encoder
     corpus: Corpus
     index: object  # None for BM25, which has no vectors
@@ -63,8 +71,9 @@ def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True
             *(config.grpo.microbatch, ways, ways),
         )
     mesh = mesh if mesh.size > 1 else None
+    rollouts = rollout_mesh(mesh, config.mesh.rollout_tensor)
     corpus = open_corpus(config)
-    encoder = load_encoder(config, mesh)
+    encoder = load_encoder(config, rollouts)
     source = policy_source(config, Path(workdir)) if use_warmstart else config.policy.model
     folder, compute_dtype = hub.resolve(source), jnp.dtype(config.policy.compute_dtype)
     head_dim = qwen2.config_from_folder(folder).head_dim
@@ -75,15 +84,37 @@ def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True
         compute_dtype=compute_dtype,
         lora=policy_lora(config),
         remat=config.policy.remat,
-        attention=choose_backend(config.policy.attention, jax.devices()[0], compute_dtype, head_dim),
+        attention=choose_backend(config.policy.attention, jax.local_devices()[0], compute_dtype, head_dim),
     )
+    rollout_policy = policy.clone(mesh=rollouts)
     tokenizer = qwen2.load_tokenizer(folder)
     eos_ids = qwen2.eos_ids(folder, tokenizer)
-    retriever = open_retriever(config, encoder, corpus, mesh)  # last: everything that can be wrong is found before the long work
-    index = retriever.index
-    engine = RolloutEngine(policy, tokenizer, eos_ids, rollout_config(config), retriever)
-    fingerprint = hub.weights_fingerprint(folder)
-    return Assets(config, mesh, policy, base_params, tokenizer, eos_ids, encoder, corpus, index, retriever, engine, fingerprint)
+    retriever = open_retriever(config, encoder, corpus, rollouts)  # last: all that can be wrong is found before the long work
+    return Assets(
+        config=config,
+        mesh=mesh,
+        rollout_mesh=rollouts,
+        policy=policy,
+        rollout_policy=rollout_policy,
+        base_params=base_params,
+        tokenizer=tokenizer,
+        eos_ids=eos_ids,
+        tower=on_mesh(encoder, mesh),
+        encoder=encoder,
+        corpus=corpus,
+        index=retriever.index,
+        retriever=retriever,
+        engine=RolloutEngine(rollout_policy, tokenizer, eos_ids, rollout_config(config), retriever),
+        policy_fingerprint=hub.weights_fingerprint(folder),
+    )
+
+
+def on_mesh(encoder: e5.Encoder, mesh: Mesh | None) -> e5.Encoder:
+    """The encoder with its parameters on `mesh`, for what is computed there."""
+    if mesh is None:
+        return encoder
+    params = shard_tree(mesh, encoder.params, encoder.module.config.units)
+    return dataclasses.replace(encoder, module=encoder.module.clone(mesh=mesh), params=params)
 
 
 def policy_source(config: ConfigDict, workdir: Path) -> str:

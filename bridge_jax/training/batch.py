@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from bridge_jax.mesh import BATCH, batch_ways
+from bridge_jax.mesh import BATCH, batch_ways, put
 from bridge_jax.models import e5
 from bridge_jax.objectives.bilevel import Rollouts, Turns
 from bridge_jax.rollout.episodes import Episode
@@ -124,9 +124,9 @@ def pack_turns(assets: Assets, credits: Sequence[TurnCredit], advantages: np.nda
 
 
 def place(batch: Rollouts | Turns, mesh):
-    """On the devices: the rows split over the mesh's batch axes where they divide."""
+    """On the devices: the rows split over the mesh's batch axes where they divide. All processes hold the same batch."""
     if mesh is None:
-        return jax.tree.map(jax.numpy.asarray, batch)
+        return jax.device_put(batch)
     axis = 2 if isinstance(batch, Rollouts) else 0
     split, whole = (jax.sharding.NamedSharding(mesh, jax.P(*(None,) * axis, rows)) for rows in (BATCH, None))
-    return jax.tree.map(lambda x: jax.device_put(x, whole if x.shape[axis] % batch_ways(mesh) else split), batch)
+    return jax.tree.map(lambda x: put(x, whole if x.shape[axis] % batch_ways(mesh) else split), batch)

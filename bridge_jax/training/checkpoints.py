@@ -10,10 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
 from bridge_jax.errors import UserError
+from bridge_jax.mesh import put
 from bridge_jax.objectives.bilevel import BridgeState
 
 
@@ -75,7 +77,11 @@ class Checkpoints:
         return {step: metrics for step, metrics in found.items() if metrics}
 
     def save(self, step: int, state: BridgeState, score: float | None = None) -> None:
-        """Write the state after `step`; the previous ones stay until it is whole. `score`: evaluation result, higher is better."""
+        """Write the state after `step`; the previous ones stay until it is whole. `score`: evaluation result, higher is better.
+
+        Returns when the state is copied to the host (and the save before is whole): the files are written meanwhile. With several
+        processes all must call it; each writes its own parts.
+        """
         self._manager.save(
             step,
             args=ocp.args.Composite(
@@ -115,8 +121,9 @@ class Checkpoints:
             raise UserError(
                 f"checkpoint {where} cannot be read ({_first_line(error)}): if it is damaged, move it away to use the one before"
             ) from error
+        number, place = np.asarray(items["position"]["step"], np.int32), like.step.sharding
         return like.replace(
-            step=jax.numpy.asarray(items["position"]["step"], jax.numpy.int32),
+            step=put(number, place) if isinstance(place, jax.NamedSharding) else jax.numpy.asarray(number),
             policy=items["policy"],
             policy_opt=items["optimiser"]["policy"],
             retriever=items["retriever"],

@@ -1,4 +1,7 @@
-"""From a step's episodes to the retriever's batch: credited turns, their document likelihoods, the arrays (METHOD 3, 4, 12)."""
+"""From a step's episodes to the retriever's batch: credited turns, their document likelihoods, the arrays (METHOD 3, 4, 12).
+
+Every process chooses the same turns from the same episodes, scores its share of them, and gets the likelihoods of all.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from ml_collections import ConfigDict
 
+from bridge_jax import distributed, preemption
 from bridge_jax.objectives import scoring
 from bridge_jax.objectives.bilevel import Turns
 from bridge_jax.rollout.episodes import Episode
@@ -42,7 +46,7 @@ class CreditStage:
 
     def __init__(self, config: ConfigDict, assets: Assets):
         self.config, self.assets = config, assets
-        self.scorer = scoring.Scorer(assets.policy, assets.corpus, assets.tokenizer, scoring_config(config))
+        self.scorer = scoring.Scorer(assets.rollout_policy, assets.corpus, assets.tokenizer, scoring_config(config))
 
     def __call__(
         self, step: int, variables: dict, episodes: Sequence[Episode], scores: np.ndarray, advantages: np.ndarray
@@ -50,7 +54,7 @@ class CreditStage:
         """-> (what is credited, metrics).
 
         Args:
-          variables: the policy that wrote the episodes (theta_n). scores, advantages: [B] float32, episodes in groups of G.
+          variables: the policy that wrote the episodes (theta_n), published. scores, advantages: [B] float32; groups of G.
         """
         config, assets = self.config, self.assets
         credits = [credit_of(config, episodes, scores, i, t) for i, t in batches.executed_searches(episodes)]
@@ -71,9 +75,25 @@ class CreditStage:
     ) -> list[TurnCredit]:
         """The credits with their likelihoods under a policy; the last two arguments as in `Credited`."""
         likelihoods: list[np.ndarray | None] = [None] * len(credits)
-        for u, values in zip(owners, self.scorer(variables, requests), strict=True):
+        for u, values in zip(owners, self._likelihoods(variables, requests), strict=True):
             likelihoods[u] = values if likelihoods[u] is None else likelihoods[u] + values
         return [dataclasses.replace(credit, likelihood=values) for credit, values in zip(credits, likelihoods)]
+
+    def _likelihoods(self, variables: dict, requests: Sequence[scoring.Request]) -> list[np.ndarray]:
+        """l of every request. Requests are dealt out by shape, equal ones together.
+
+        Raises:
+          Preempted: the run is to stop.
+        """
+        different = scoring.by_shape(requests)
+        mine = different[distributed.index() :: distributed.count()]
+        asked = [requests[places[0]] for places in mine]
+        likelihoods: list[np.ndarray] = [None] * len(requests)
+        for part in distributed.share(lambda: list(zip(mine, self.scorer(variables, asked, preemption.check)))):
+            for places, values in part:
+                for i in places:
+                    likelihoods[i] = values
+        return likelihoods
 
     def _requests(self, episodes: Sequence[Episode], credit: TurnCredit) -> list[scoring.Request]:
         """What is scored for a turn: nothing when it is masked."""

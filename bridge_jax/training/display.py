@@ -10,10 +10,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Display:
-    """Context manager; `step(n, metrics)` after each step, `say(text)` for everything else (both to stderr)."""
+    """Context manager; `step(n, metrics)` after each step, `say(text)` for everything else (both to stderr). `quiet`: neither."""
 
-    def __init__(self, total: int, start: int):
-        self.console = Console(file=sys.stderr, highlight=False)
+    def __init__(self, total: int, start: int, quiet: bool = False):
+        self.console = Console(file=sys.stderr, highlight=False, quiet=quiet)
         self._total, self._start, self._begin = total, start, time.monotonic()
         self._progress = None
         if self.console.is_terminal:

@@ -2,6 +2,16 @@
 
 A step depends on (state, step, seed) alone. Whatever a kill destroys is what the last whole checkpoint does not hold; the same
 command does it again with the same numbers.
+
+Several processes (`distributed`) run this loop in step: each rolls out its share of the questions and scores its share of the
+requests on its own devices; then all hold all episodes and likelihoods, and everything on the host is computed everywhere from the
+same numbers. The updates run on the devices of all. The main process alone writes and speaks. What is gathered of a rollout is some
+12 KB: 9 bytes a token of the response, 4 a token of the prompt, 320 a search of 40 candidates, and the texts of its trace. 512
+questions x 8 are some 50 MB a step.
+
+SIGTERM (`preemption`) breaks off rollouts, scoring and evaluation between two chunks or batches, and the state of the last finished
+step is saved. While an update is under way its state has been given away, so the step is finished first; a program that is being
+compiled is waited for, too.
 """
 
 from __future__ import annotations
@@ -10,7 +20,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -18,8 +28,9 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from bridge_jax import config as configuration
+from bridge_jax import distributed, preemption
 from bridge_jax.data.prompts import build_prompt
-from bridge_jax.data.qa import load_questions
+from bridge_jax.data.qa import Question, load_questions
 from bridge_jax.data.stream import Mixture, QuestionStream
 from bridge_jax.errors import UserError
 from bridge_jax.files import write_text
@@ -28,14 +39,18 @@ from bridge_jax.models.lora import merge_lora, save_peft
 from bridge_jax.objectives import rewards, scoring
 from bridge_jax.objectives.bilevel import BridgeState
 from bridge_jax.objectives.grpo import group_advantages, informative_groups
+from bridge_jax.rollout.episodes import Played, summarise
 from bridge_jax.training import batch as batches
+from bridge_jax.training import flops
 from bridge_jax.training.assets import Assets, load_assets, policy_lora, policy_source, retriever_lora
 from bridge_jax.training.checkpoints import Checkpoints
 from bridge_jax.training.credit_stage import CreditStage
 from bridge_jax.training.display import Display
 from bridge_jax.training.episode_metrics import rollout_rows, step_metrics
+from bridge_jax.training.goodput import Clock, Goodput, utilisation
 from bridge_jax.training.methods import method_of, stage_of, total_steps
 from bridge_jax.training.metrics import RunLog, read_metrics
+from bridge_jax.training.publish import bytes_per_device
 from bridge_jax.training.session import claim
 from bridge_jax.training.state import Learner, fingerprint
 from bridge_jax.training.workdir import exclusive, written_field
@@ -46,8 +61,8 @@ log = logging.getLogger(__name__)
 Evaluate = Callable[[Assets, dict, dict | None], dict]
 
 
-def run(config: ConfigDict, workdir: Path, evaluate: Evaluate) -> Path:
-    """Train, or go on training, in `workdir`. Returns it.
+def run(config: ConfigDict, workdir: Path, evaluate: Evaluate) -> bool:
+    """Train, or go on training, in `workdir`. Returns whether the run is finished: False when SIGTERM stopped it.
 
     Args:
       evaluate: greedy evaluation; called before the first step, every `config.train.eval_every` steps and at the end.
@@ -56,48 +71,136 @@ def run(config: ConfigDict, workdir: Path, evaluate: Evaluate) -> Path:
       UserError: a workdir of another configuration; missing models, data or index; too many non-finite updates in a row.
     """
     workdir = Path(workdir)
-    claim(config, workdir, write=False)
-    stream = QuestionStream(training_mixture(config), config.train.questions, config.train.seed)
-    assets = load_assets(config, workdir)
+
+    def load() -> tuple[QuestionStream, Assets]:
+        claim(config, workdir, write=False)
+        stream = QuestionStream(training_mixture(config), config.train.questions, config.train.seed)
+        if config.train.questions < distributed.count():
+            raise UserError(f"config.train.questions={config.train.questions}: fewer than the {distributed.count()} processes")
+        assets = load_assets(config, workdir)
+        build_prompt(stream.batch_at(0)[0], assets.tokenizer, config.rollout.prompt)  # an unknown style is told before the claim
+        return stream, assets
+
+    stream, assets = distributed.together(load)
     learner = Learner(config, assets)
     state = learner.init()
-    build_prompt(stream.batch_at(0)[0], assets.tokenizer, config.rollout.prompt)  # an unknown style is told before the claim
-    with exclusive(workdir):
+    with contextlib.ExitStack() as stack:
+        distributed.on_main(lambda: stack.enter_context(exclusive(workdir)))
         every = max(config.train.checkpoint_every, written_field(workdir, "train.checkpoint_every", 0))
         checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep, fingerprint(config, assets))
         start = checkpoints.latest() or 0
-        _refuse_lost_checkpoints(workdir, start, every)
-        claim(config, workdir)
+        distributed.together(lambda: _refuse_lost_checkpoints(workdir, start, every))
+        distributed.on_main(lambda: claim(config, workdir))
+        if distributed.any_process(not (workdir / "config.json").exists()):
+            raise UserError(f"{workdir}: not every process sees what the main one wrote there: give a --workdir that all share")
         if start:
-            state = checkpoints.restore(start, state)
-        return _train(config, workdir, evaluate, assets, learner, state, stream, checkpoints, start)
+            state = distributed.together(lambda: checkpoints.restore(start, state))
+        this = Run(config, workdir, evaluate, assets, learner, stream, checkpoints, start)
+        with contextlib.closing(checkpoints), this.display, preemption.listening(this.display.say):
+            return this.train(state)
 
 
-def _train(config, workdir, evaluate, assets, learner, state, stream, checkpoints: Checkpoints, start: int) -> Path:
-    run_log = RunLog(workdir, start, config.train.tensorboard, config.train.wandb, configuration.flatten(config))
-    loop = Loop(config, assets, learner, stream, run_log)
-    total = total_steps(config)
+class Run:
+    """A run under way in this process: what is written where, and when it stops."""
 
-    with contextlib.closing(checkpoints), Display(total, start) as display:
-        if start:
-            display.say(f"{workdir}: going on after step {start}")
-        _evaluation(workdir, start, evaluate, learner, state, display, only_if_missing=True)
-        for step in range(start + 1, total + 1):
-            state, metrics = loop.step(step, state)
-            score = None
-            ends_stage = step % config.train.steps == 0
-            if ends_stage or (config.train.eval_every and step % config.train.eval_every == 0):
-                score = _evaluation(workdir, step, evaluate, learner, state, display)
-                metrics["eval/em"] = score
-            run_log.write({"step": step, **metrics})
-            loop.check(step, metrics, display)
-            if score is not None or step % config.train.checkpoint_every == 0:
-                checkpoints.save(step, state, score)
-            display.step(step, metrics)
-        checkpoints.wait()
-        export(workdir, config, assets, state)
-        display.say(f"done: policy in {workdir / 'policy'}, retriever LoRA in {workdir / 'retriever'}, metrics in {run_log.path}")
-    return workdir
+    def __init__(self, config, workdir, evaluate, assets, learner, stream, checkpoints: Checkpoints, start: int):
+        self.config, self.workdir, self.evaluate, self.learner = config, workdir, evaluate, learner
+        self.checkpoints, self.start, self.total = checkpoints, start, total_steps(config)
+        fields = configuration.flatten(config)
+        self.log = RunLog(workdir, start, config.train.tensorboard, config.train.wandb, fields, distributed.is_main())
+        self.loop = Loop(config, assets, learner, stream, self.log, start)
+        self.display = Display(self.total, start, quiet=not distributed.is_main())
+        self.done = self.saved = start  # the last finished step, and the last saved one
+        self.row: dict | None = None  # of the last finished step, until it is written
+
+    def train(self, state: BridgeState) -> bool:
+        """Steps up to the last one, and the export. Returns False where SIGTERM ended it."""
+        try:
+            self._begin(state)
+            while self.done < self.total:
+                self._obey()
+                state, metrics = self.loop.step(self.done + 1, state)
+                self.done += 1
+                self._after_step(state, metrics)
+            self._obey()
+        except distributed.Preempted:
+            self._stop(state)
+            return False
+        self.checkpoints.wait()
+        export(self.workdir, self.config, self.learner.assets, state)
+        places = f"policy in {self.workdir / 'policy'}, retriever LoRA in {self.workdir / 'retriever'}, metrics in {self.log.path}"
+        self.display.say(f"done: {places}")
+        return True
+
+    def _begin(self, state: BridgeState) -> None:
+        """The evaluation before the first step; or the one that a run stopped in, which its row says."""
+        if not self.start:
+            path = _evaluation_path(self.workdir, 0)
+            if not distributed.on_main(path.exists):
+                self._evaluation(state)
+            return
+        self.display.say(f"{self.workdir}: going on after step {self.start}")
+        last = [row for row in read_metrics(self.log.path) if row["step"] == self.start]
+        if last and last[-1].get("eval/em", 0.0) is None:
+            self.log.amend(self.start, {"eval/em": self._evaluation(state)})
+
+    def _after_step(self, state: BridgeState, metrics: dict[str, float]) -> None:
+        """Evaluate, write the row, save."""
+        step, train = self.done, self.config.train
+        self.row, score = {"step": step, **metrics}, None
+        if step % train.steps == 0 or (train.eval_every and step % train.eval_every == 0):
+            self.row["eval/em"] = None
+            began = time.monotonic()
+            score = self.row["eval/em"] = self._evaluation(state)
+            self.row["time/evaluation"] = time.monotonic() - began
+        row = self._write()
+        self.loop.check(step, row, self.display)
+        if score is not None or step % train.checkpoint_every == 0:
+            self._save(state, score)
+        self.display.step(step, row)
+
+    def _write(self) -> dict:
+        row, self.row = self.row, None
+        row |= self.loop.goodput.row(row)
+        self.log.write(row)
+        return row
+
+    def _save(self, state: BridgeState, score: float | None = None) -> None:
+        began = time.monotonic()
+        self.checkpoints.save(self.done, state, score)
+        self.saved = self.done
+        self.loop.saving = time.monotonic() - began
+
+    def _evaluation(self, state: BridgeState) -> float:
+        """Evaluate and write `eval/step_<n>.json`; returns the overall exact match."""
+        learner = self.learner
+        result = self.evaluate(learner.assets, learner.policy_variables(state), learner.retriever_lora(state))
+        if distributed.is_main():
+            text = json.dumps({"step": self.done, **result}, ensure_ascii=False, indent=1)
+            write_text(_evaluation_path(self.workdir, self.done), text + "\n")
+        overall = result["averages"]["overall"]
+        shown = "  ".join(f"{name} {overall[name]:.3f}" for name in ("em", "f1", "recall@3") if overall.get(name) is not None)
+        self.display.say(f"evaluation after step {self.done}: {shown}")
+        return overall["em"]
+
+    def _obey(self) -> None:
+        """Raises Preempted in all processes when one of them has been told to stop."""
+        if distributed.any_process(preemption.noted()):
+            raise distributed.Preempted
+
+    def _stop(self, state: BridgeState) -> None:
+        """SIGTERM: `state` is the last finished step's. An evaluation that it broke off is made up for when the run goes on."""
+        if self.row is not None:
+            self._write()
+        if self.done > self.saved:
+            self._save(state)
+        self.checkpoints.wait()
+        left = f"saved after step {self.done}" if self.done else "before the first step had ended"
+        self.display.say(f"stopped by SIGTERM, {left}: the same command goes on from there")
+
+
+def _evaluation_path(workdir: Path, step: int) -> Path:
+    return workdir / "eval" / f"step_{step:06d}.json"
 
 
 def _refuse_lost_checkpoints(workdir: Path, start: int, every: int) -> None:
@@ -130,39 +233,39 @@ COUNTS = ("count/policy_updates", "count/retriever_updates", "count/rollouts")
 class Loop:
     """One step of a run; holds what steps share."""
 
-    def __init__(self, config: ConfigDict, assets: Assets, learner: Learner, stream: QuestionStream, log: RunLog):
+    def __init__(self, config: ConfigDict, assets: Assets, learner: Learner, stream: QuestionStream, log: RunLog, start: int = 0):
         self.config, self.assets, self.learner, self.stream, self.log = config, assets, learner, stream, log
+        self.goodput, self.saving = Goodput(), 0.0  # saving: seconds of the checkpoint after the last step
         self._key = jax.random.key(config.train.seed)
         self._credit = CreditStage(config, assets)
         self._gap_limit = 1e-3 if config.policy.compute_dtype == "float32" else 2e-2
         self._skipped = 0  # steps in a row with a skipped update; a resumed run reads them and the counts back
         self._counts = dict.fromkeys(COUNTS, 0)
         for row in read_metrics(log.path):
-            self._count_skipped(row)
-            self._counts |= {name: row[name] for name in COUNTS if name in row}
+            if row["step"] <= start:
+                self._count_skipped(row)
+                self._counts |= {name: row[name] for name in COUNTS if name in row}
 
     def step(self, step: int, state: BridgeState) -> tuple[BridgeState, dict[str, float]]:
-        """Step number `step` (from 1): -> (state, metrics). The old state is consumed."""
+        """Step number `step` (from 1): -> (state, metrics). The old state is consumed.
+
+        Raises:
+          Preempted: the run is to stop; the state is whole.
+        """
         config, assets, learner = self.config, self.assets, self.learner
         number, within = stage_of(config, step)
         method = method_of(config)
         stage = method.stages[number - 1]
-        clock = _Clock()
+        clock, model = Clock(), assets.policy.config
 
-        variables = learner.policy_variables(state)
-        jax.block_until_ready(variables)
+        variables, lora = learner.policy_variables(state), learner.retriever_lora(state)
+        jax.block_until_ready((variables, lora))
         clock.lap("publish")
 
         questions = self.stream.batch_at(within - 1)  # the same in every stage, and in every method
-        episodes, metrics = assets.engine.run(
-            variables,
-            questions,
-            prompts=[build_prompt(q, assets.tokenizer, config.rollout.prompt) for q in questions],
-            group_size=config.grpo.group_size,
-            key=jax.random.fold_in(self._key, step),
-            temperature=config.rollout.temperature,
-            retriever_lora=learner.retriever_lora(state),
-        )
+        episodes, metrics = summarise(distributed.share(lambda: self._play(step, questions, variables, lora)))
+        metrics["memory/published_bytes"] = bytes_per_device((variables, lora))
+        metrics["flops/rollout"] = flops.rollout_flops(model, episodes)
         clock.lap("rollout")
 
         judged = [
@@ -174,22 +277,25 @@ class Loop:
         advantages = np.asarray(group_advantages(groups, config.grpo.advantage, valid)).reshape(-1)
         metrics |= {"stage": number, **step_metrics(episodes, scores, reasons, valid, assets.corpus)}
         self._counts["count/rollouts"] += len(episodes)
+        clock.lap("host")
 
         scored, correction = {}, None
         if stage.retriever and within % config.credit.period == 0:
             credited, measured = self._credit(step, variables, episodes, scores, advantages)
             metrics |= measured
+            metrics["flops/score"] = flops.scoring_flops(model, credited.requests)
             scored = credited.by_turn()
             clock.lap("score")
             state, learned = learner.retriever_step(state, credited.turns)
-            metrics |= {name: float(value) for name, value in learned.items()}
+            metrics |= learned
             clock.lap("retriever")
             self._counts["count/retriever_updates"] += 1
             if method.estimator != "one_state":
-                again = self._credit.scorer.batches(credited.requests)
+                again = self._credit.scorer.batches(credited.requests, assets.mesh)
                 correction, measured = learner.correction(state, credited.turns, credited.owners, again)
-                metrics |= {name: float(value) for name, value in measured.items()}
+                metrics |= measured
                 clock.lap("correction")
+        variables = lora = None  # the update has their memory
 
         if stage.policy:
             trained = valid.copy()
@@ -197,8 +303,11 @@ class Loop:
                 trained &= np.asarray(informative_groups(groups, valid))[:, None]
             rollouts = batches.pack_rollouts(config, assets.mesh, episodes, scores, advantages, trained.reshape(-1))
             metrics["policy/packing_fill"] = batches.packing_fill(rollouts)
+            learnt = [e for e, wanted in zip(episodes, trained.reshape(-1), strict=True) if wanted and e.generated.any()]
+            metrics["flops/policy"] = flops.policy_flops(config, model, learnt)
+            clock.lap("host")
             state, learned = learner.policy_step(state, rollouts, correction)
-            metrics |= {name: float(value) for name, value in learned.items()}
+            metrics |= learned
             clock.lap("policy")
             self._counts["count/policy_updates"] += 1
         else:
@@ -206,11 +315,29 @@ class Loop:
         if config.train.log_rollouts_every and step % config.train.log_rollouts_every == 0:
             rows = rollout_rows(step, episodes, scores, reasons, advantages, assets.corpus, scored, config.credit.tau)
             self.log.write_rollouts(step, rows)
-        metrics |= clock.seconds()
+        clock.lap("host")
+        metrics |= clock.seconds() | {"time/checkpoint": self.saving}
+        self.saving = 0.0
+        metrics |= utilisation(metrics)
         metrics |= self._counts
         metrics["epoch"] = self.stream.epoch_at(within)
         metrics["compilations/update"], metrics["compilations/score"] = learner.compilations(), scoring.compilations()
         return state, metrics
+
+    def _play(self, step: int, questions: Sequence[Question], variables: dict, lora: dict | None) -> Played:
+        """This process' share of the step's questions, rolled out. Raises Preempted."""
+        numbers = range(distributed.index(), len(questions), distributed.count())
+        return self.assets.engine.play(
+            variables,
+            [questions[i] for i in numbers],
+            numbers=numbers,
+            prompts=[build_prompt(questions[i], self.assets.tokenizer, self.config.rollout.prompt) for i in numbers],
+            group_size=self.config.grpo.group_size,
+            key=jax.random.fold_in(self._key, step),
+            temperature=self.config.rollout.temperature,
+            retriever_lora=lora,
+            advance=lambda questions: preemption.check(),
+        )
 
     def check(self, step: int, metrics: dict, display: Display) -> None:
         """Warn when sampler and trainer disagree; stop a run that only produces non-finite gradients.
@@ -235,39 +362,11 @@ class Loop:
         self._skipped = self._skipped + 1 if skipped else 0
 
 
-class _Clock:
-    """Seconds between laps, as metrics `time/<name>`."""
-
-    def __init__(self):
-        self._start = self._last = time.monotonic()
-        self._laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        now = time.monotonic()
-        self._laps[f"time/{name}"] = now - self._last
-        self._last = now
-
-    def seconds(self) -> dict[str, float]:
-        return {**self._laps, "time/step": time.monotonic() - self._start}
-
-
-def _evaluation(
-    workdir: Path, step: int, evaluate: Evaluate, learner: Learner, state, display, only_if_missing=False
-) -> float | None:
-    """Evaluate and write `eval/step_<n>.json`; returns the overall exact match."""
-    path = workdir / "eval" / f"step_{step:06d}.json"
-    if only_if_missing and (path.exists() or step):
-        return None
-    result = evaluate(learner.assets, learner.policy_variables(state), learner.retriever_lora(state))
-    write_text(path, json.dumps({"step": step, **result}, ensure_ascii=False, indent=1) + "\n")
-    overall = result["averages"]["overall"]
-    shown = "  ".join(f"{name} {overall[name]:.3f}" for name in ("em", "f1", "recall@3") if overall.get(name) is not None)
-    display.say(f"evaluation after step {step}: {shown}")
-    return overall["em"]
-
-
 def export(workdir: Path, config: ConfigDict, assets: Assets, state: BridgeState) -> None:
-    """The trained policy as a Hugging Face folder (a LoRA merged into it) and the retriever's LoRA in PEFT's format."""
+    """The trained policy as a Hugging Face folder (a LoRA merged into it) and the retriever's LoRA in PEFT's format.
+
+    With several processes all must call it; the main one writes.
+    """
     if config.policy.trainable == "lora":
         adapter = policy_lora(config)
         save_peft(workdir / "policy_lora", state.policy, adapter, "qwen2", policy_source(config, workdir))

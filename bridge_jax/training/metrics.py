@@ -19,12 +19,24 @@ class RunLog:
     Args:
       workdir: the run's folder, on this machine or in a bucket.
       start: steps up to this one are kept; later rows and rollout files belong to work that will be done again.
+      writes: False for all processes of a run but one: nothing is written, or cut back.
     """
 
-    def __init__(self, workdir: AnyPath, start: int, tensorboard: bool = False, wandb: str = "", config: dict | None = None):
+    def __init__(
+        self,
+        workdir: AnyPath,
+        start: int,
+        tensorboard: bool = False,
+        wandb: str = "",
+        config: dict | None = None,
+        writes: bool = True,
+    ):
         self.workdir = as_path(workdir)
         self.path = self.workdir / "metrics.jsonl"
         self.rollouts = self.workdir / "rollouts"
+        self._writes = writes
+        if not writes:
+            return
         make_folder(self.rollouts)
         _truncate(self.path, start)
         for file in self.rollouts.glob("step_*.jsonl"):
@@ -36,12 +48,22 @@ class RunLog:
 
     def write(self, row: dict[str, float]) -> None:
         """Append one step's metrics; non-finite numbers become null, so that the file stays JSON."""
+        if not self._writes:
+            return
         clean = {key: _number(value) for key, value in row.items()}
         append_text(self.path, json.dumps(clean) + "\n")
         for writer in self._writers:
             writer(clean)
 
+    def amend(self, step: int, fields: dict[str, float]) -> None:
+        """Set fields of a step's row that is there already."""
+        if self._writes:
+            rows = [row | fields if row["step"] == step else row for row in read_metrics(self.path)]
+            write_text(self.path, _lines(rows))
+
     def write_rollouts(self, step: int, rows: Iterable[dict]) -> None:
+        if not self._writes:
+            return
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         write_text(self.rollouts / f"step_{step:06d}.jsonl", text)
 
@@ -64,7 +86,11 @@ def _truncate(path: AnyPath, start: int) -> None:
     if not path.exists():
         return
     kept = [row for row in read_metrics(path) if row["step"] <= start]
-    write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+    write_text(path, _lines(kept))
+
+
+def _lines(rows: Iterable[dict]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def _number(value) -> float | int | str | None:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from bridge_jax.mesh import shard_tree
+from bridge_jax.mesh import shardings
 from bridge_jax.models.lora import init_lora
 from bridge_jax.models.value import init_critic
 from bridge_jax.objectives import bilevel, ppo_step, two_state
@@ -20,6 +20,7 @@ from bridge_jax.objectives.rag import RetrieverLossConfig
 from bridge_jax.training import batch as batches
 from bridge_jax.training.assets import Assets, policy_lora, retriever_lora
 from bridge_jax.training.methods import method_of
+from bridge_jax.training.publish import Publisher, in_dtype
 
 # A token's log-prob, the sampler's against the trainer's, by rounding alone: a change below it is no change.
 LOGP_GAP = {"float32": 1e-4, "bfloat16": 1e-2}
@@ -84,78 +85,111 @@ def step_config(config: ConfigDict) -> bilevel.StepConfig:
 
 
 class Learner:
-    """The compiled halves of a run's step (`bilevel.bridge_step`) and what they read. Both halves take the state over."""
+    """The compiled halves of a run's step (`bilevel.bridge_step`) and what they read. Both halves take the state over.
+
+    They run on the training mesh, under a transfer guard: all they read is on the devices before they start. Each leaf of the state
+    has a declared sharding (`mesh.shardings`), before a step and after it.
+    """
 
     def __init__(self, config: ConfigDict, assets: Assets):
         self.config, self.assets = config, assets
         settings = step_config(config)
-        self.modules = bilevel.Modules(assets.policy, assets.encoder.module, *bilevel.make_optimizers(settings))
+        self.modules = bilevel.Modules(assets.policy, assets.tower.module, *bilevel.make_optimizers(settings))
         self._settings = settings
-        self._frozen = bilevel.Frozen(_reference(config, assets), assets.encoder.params)
-        self._retriever = jax.jit(functools.partial(bilevel.retriever_step, settings, self.modules), donate_argnums=1)
+        self._units = assets.policy.config.units | assets.tower.module.config.units
+        self._frozen = bilevel.Frozen(_reference(config, assets), assets.tower.params)
+        self._shardings = None if assets.mesh is None else shardings(assets.mesh, self.abstract_state(), self._units)
+        placed, whole = {}, {}
+        if assets.mesh is not None:
+            placed = {"out_shardings": (self._shardings, None)}
+            whole = {"out_shardings": jax.NamedSharding(assets.mesh, jax.P())}
+        self._retriever = jax.jit(functools.partial(bilevel.retriever_step, settings, self.modules), donate_argnums=1, **placed)
         policy_step = ppo_step.policy_step if _ppo(config) else bilevel.policy_step
-        self._policy = jax.jit(functools.partial(policy_step, settings, self.modules), donate_argnums=1)
-        self._weights = jax.jit(functools.partial(two_state.correction_weights, settings, self.modules))
-        self._publish = jax.jit(functools.partial(_in_compute_dtype, dtype=assets.policy.dtype))
+        self._policy = jax.jit(functools.partial(policy_step, settings, self.modules), donate_argnums=1, **placed)
+        self._weights = jax.jit(functools.partial(two_state.correction_weights, settings, self.modules), **whole)
+        self._publish = Publisher(assets.mesh, assets.rollout_mesh, self._units)
+        # Frozen, so published once: what the policy's LoRA acts on.
+        self._base = self._publish(assets.base_params) if config.policy.trainable == "lora" else None
 
     @property
     def trains_retriever(self) -> bool:
         return method_of(self.config).trains_retriever
 
-    def init(self) -> bilevel.BridgeState:
-        """The state before the first step: the policy as loaded (or B = 0), the retriever's LoRA with B = 0; PPO's critic."""
-        key = jax.random.key(self.config.train.seed)
-        assets = self.assets
-        if self.config.policy.trainable == "full":
-            policy = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), assets.base_params)  # the step donates its state
-        else:
-            adapter = init_lora(jax.random.fold_in(key, 1), assets.base_params, policy_lora(self.config))
-            policy = shard_tree(assets.mesh, adapter)
-        retriever = init_lora(jax.random.fold_in(key, 2), assets.encoder.params, retriever_lora(self.config))
-        critic = None
-        if _ppo(self.config):
-            adapter = policy_lora(self.config) if self.config.policy.trainable == "lora" else None
-            critic = shard_tree(assets.mesh, init_critic(jax.random.fold_in(key, 4), assets.base_params, adapter))
-        retriever = shard_tree(assets.mesh, retriever)
-        state = bilevel.init_state(self.modules, policy, retriever, jax.random.fold_in(key, 3), critic)
-        return two_state.with_star(self.modules, state) if self._settings.estimator == "two_state" else state
+    def abstract_state(self) -> bilevel.BridgeState:
+        """The state's shapes and dtypes."""
+        return jax.eval_shape(self._make, self.assets.base_params, self.assets.tower.params)
 
-    def retriever_step(self, state: bilevel.BridgeState, turns: bilevel.Turns):
+    def _make(self, policy, encoder) -> bilevel.BridgeState:
+        return make_state(self.config, self._settings, self.modules, policy, encoder)
+
+    def init(self) -> bilevel.BridgeState:
+        """The state before the first step, on the training mesh."""
+        trees = self.assets.base_params, self.assets.tower.params
+        return self._make(*trees) if self._shardings is None else jax.jit(self._make, out_shardings=self._shardings)(*trees)
+
+    def retriever_step(self, state: bilevel.BridgeState, turns: bilevel.Turns) -> tuple[bilevel.BridgeState, dict[str, float]]:
         """-> (state, metrics)"""
-        return self._retriever(self._frozen, state, batches.place(turns, self.assets.mesh))
+        placed = batches.place(turns, self.assets.mesh)
+        with jax.transfer_guard("disallow"):
+            state, metrics = self._retriever(self._frozen, state, placed)
+        return state, _floats(metrics)
 
     def correction(self, state: bilevel.BridgeState, turns: bilevel.Turns, owners, scored):
         """-> (what `policy_step` adds to the policy's gradient, metrics). owners, scored: as in `two_state.correction`."""
-        weights = np.asarray(self._weights(self._frozen, state, batches.place(turns, self.assets.mesh)))
+        weights = jax.device_get(self._weights(self._frozen, state, batches.place(turns, self.assets.mesh)))
         turns_in = int(turns.mask.sum())
         added = two_state.correction(self._settings, self.modules, self._frozen, state.policy, weights, owners, turns_in, scored)
         return added, {
             "two_state/weight_change": float(np.abs(weights).sum() / max(turns_in, 1)),
-            "two_state/correction_norm": optax.tree.norm(added),
+            "two_state/correction_norm": float(optax.tree.norm(added)),
         }
 
-    def policy_step(self, state: bilevel.BridgeState, rollouts: bilevel.Rollouts, correction=None):
+    def policy_step(
+        self, state: bilevel.BridgeState, rollouts: bilevel.Rollouts, correction=None
+    ) -> tuple[bilevel.BridgeState, dict[str, float]]:
         """-> (state, metrics)"""
         added = () if correction is None else (correction,)
-        return self._policy(self._frozen, state, batches.place(rollouts, self.assets.mesh), *added)
+        placed = batches.place(rollouts, self.assets.mesh)
+        with jax.transfer_guard("disallow"):
+            state, metrics = self._policy(self._frozen, state, placed, *added)
+        return state, _floats(metrics)
 
     def keep_policy(self, state: bilevel.BridgeState) -> bilevel.BridgeState:
         """The state after a step in which the policy does not learn: `policy_step` without its update."""
         return state.replace(step=state.step + 1)
 
     def policy_variables(self, state: bilevel.BridgeState) -> dict:
-        """What `Qwen2.apply` takes: the policy published in its compute dtype (the same values the trainer computes with)."""
+        """What `rollout_policy.apply` takes: the policy published in its compute dtype (the values the trainer computes with)."""
         if self.config.policy.trainable == "lora":
-            return {"params": self.assets.base_params, "lora": state.policy}
-        return {"params": self._publish(state.policy)}
+            return {"params": self._base, "lora": self._publish(state.policy)}
+        return {"params": self._publish(state.policy, self.assets.policy.dtype)}
 
     def retriever_lora(self, state: bilevel.BridgeState):
-        """The query tower's adapter, or None (the base tower, bit for bit) where the method leaves it alone."""
-        return state.retriever if self.trains_retriever else None
+        """The query tower's adapter, published; or None (the base tower, bit for bit) where the method leaves it alone."""
+        return self._publish(state.retriever) if self.trains_retriever else None
 
     def compilations(self) -> int:
         own = (self._retriever, self._policy, self._weights)
         return sum(program._cache_size() for program in own) + two_state.compilations()
+
+
+def make_state(config: ConfigDict, settings: bilevel.StepConfig, modules: bilevel.Modules, policy, encoder) -> bilevel.BridgeState:
+    """The state before the first step: the policy as loaded (or B = 0), the retriever's LoRA with B = 0; PPO's critic. Traceable.
+
+    policy, encoder: parameters as loaded; copied, where they are trained, since a step takes its state over.
+    """
+    key = jax.random.key(config.train.seed)
+    full = config.policy.trainable == "full"
+    if full:
+        trained = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), policy)
+    else:
+        trained = init_lora(jax.random.fold_in(key, 1), policy, policy_lora(config))
+    retriever = init_lora(jax.random.fold_in(key, 2), encoder, retriever_lora(config))
+    critic = None
+    if _ppo(config):
+        critic = init_critic(jax.random.fold_in(key, 4), policy, None if full else policy_lora(config))
+    state = bilevel.init_state(modules, trained, retriever, jax.random.fold_in(key, 3), critic)
+    return two_state.with_star(modules, state) if settings.estimator == "two_state" else state
 
 
 def _reference(config: ConfigDict, assets: Assets):
@@ -164,12 +198,12 @@ def _reference(config: ConfigDict, assets: Assets):
         return assets.base_params
     if (config.ppo.kl_coef if _ppo(config) else config.grpo.kl_coef) == 0:
         return None
-    return jax.jit(functools.partial(_in_compute_dtype, dtype=assets.policy.dtype))(assets.base_params)
+    placed = {} if assets.mesh is None else {"out_shardings": jax.tree.map(lambda x: x.sharding, assets.base_params)}
+    return jax.jit(functools.partial(in_dtype, dtype=assets.policy.dtype), **placed)(assets.base_params)
 
 
-def _in_compute_dtype(params: dict, dtype) -> dict:
-    """Weights as the model computes with them: kernels and embeddings are cast where used, norm scales act in float32."""
-    return jax.tree_util.tree_map_with_path(lambda path, x: x if path[-1].key == "scale" else x.astype(dtype), params)
+def _floats(metrics: dict[str, jax.Array]) -> dict[str, float]:
+    return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
 def fingerprint(config: ConfigDict, assets: Assets) -> dict[str, object]:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from bridge_jax import mesh as meshes
 from bridge_jax.errors import UserError
+from bridge_jax.training.publish import publish_mesh
 
 
 def abstract(data, fsdp, tensor):
@@ -27,7 +28,43 @@ def test_rules():
     assert spec("layers/o_proj/kernel", (24, 896, 896)) == P(None, "tensor", "fsdp")
     assert spec("lm_head/kernel", (896, 151936)) == P(None, ("fsdp", "tensor"))
     assert spec("layers/input_norm/scale", (24, 896)) == P(None, None)
-    assert spec("layers/q_proj/a", (24, 896, 16)) == P(None, None, None)
+    assert spec("layers/q_proj/a", (24, 896, 16)) == P(None, ("fsdp", "tensor"), None)
+    assert spec("layers/q_proj/b", (24, 16, 896)) == P(None, None, ("tensor", "fsdp"))
+    assert spec("layers/q_proj/b", (24, 16, 896), units={"q_proj": 7}) == P(None, None, "fsdp")  # heads are not split
+    assert spec("layers/o_proj/a", (24, 896, 16)) == P(None, ("tensor", "fsdp"), None)
+    assert spec("head/kernel", (896,)) == P(None)
+    # An optimiser's moments are where their parameter is, whatever they hang on.
+    assert spec("policy_opt/1/0/mu/layers/up_proj/kernel", (24, 896, 4864)) == P(None, "fsdp", "tensor")
+
+
+class Chip:
+    """As much of a device as a mesh asks for."""
+
+    def __init__(self, number, host):
+        self.id, self.process_index = number, host
+        self.platform, self.device_kind = "cpu", "cpu"
+
+    def __repr__(self):
+        return f"Chip({self.id})"
+
+
+def test_devices_of_a_process_stand_together_and_are_its_rollout_mesh():
+    chips = [Chip(number, host) for number, host in enumerate((0, 1, 0, 1, 1, 0, 1, 0))]
+    mesh = meshes.make_mesh(fsdp=4, tensor=2, devices=chips)
+    assert [chip.process_index for chip in mesh.devices.flat] == [0] * 4 + [1] * 4
+    for host in (0, 1):
+        local = meshes.rollout_mesh(mesh, 2, host)
+        assert dict(local.shape) == {"data": 2, "fsdp": 1, "tensor": 2}
+        assert list(local.devices.flat) == list(mesh.devices.flat)[4 * host : 4 * host + 4]
+    both = publish_mesh(mesh, meshes.rollout_mesh(mesh, 2, 0))
+    assert dict(both.shape) == {"process": 2, "data": 2, "fsdp": 1, "tensor": 2}
+    assert list(both.devices.flat) == list(mesh.devices.flat)
+    with pytest.raises(UserError, match="rollout_tensor=3: does not divide the 4 devices of a process"):
+        meshes.rollout_mesh(mesh, 3, 0)
+    with pytest.raises(UserError, match="there is one device"):
+        meshes.rollout_mesh(None, 2)
+    alone = meshes.make_mesh(devices=[Chip(0, 0), Chip(1, 1)])
+    assert meshes.rollout_mesh(alone, 1, 1) is None  # a process of one device plays without a mesh
 
 
 def test_what_does_not_divide_is_replicated_and_said_once(caplog):

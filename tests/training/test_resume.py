@@ -1,4 +1,5 @@
-"""A run killed with -9, between steps and inside one, goes on to the same metrics and the same final parameters, bit for bit."""
+"""A run killed with -9, between steps and inside one, or stopped by SIGTERM, goes on to the same metrics and the same final
+parameters, bit for bit."""
 
 import json
 import os
@@ -13,7 +14,7 @@ import tiny_run
 from bridge_jax.training.metrics import read_metrics
 
 # What a clock or a compiler says is not the run's result.
-NOT_THE_RUN = ("time/", "compilations/", "rollout/compilations", "rollout/tokens_per_second")
+NOT_THE_RUN = ("time/", "goodput/", "compilations/", "rollout/compilations", "rollout/tokens_per_second")
 
 
 def command(world, workdir, *overrides):
@@ -50,12 +51,12 @@ def unbroken(world, environment, tmp_path_factory):
     return workdir
 
 
-def kill_when(process, ready):
+def kill_when(process, ready, how=signal.SIGKILL):
     deadline = time.monotonic() + 120
     while not ready():
         assert process.poll() is None and time.monotonic() < deadline, "the run ended before it could be killed"
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
+    process.send_signal(how)
     process.wait()
 
 
@@ -75,6 +76,16 @@ def test_killed_between_and_during_steps(world, environment, unbroken, tmp_path)
     metrics, inside = workdir / "metrics.jsonl", workdir / "rollouts" / "step_000005.jsonl"
     process = subprocess.Popen(command(world, workdir), env=environment, stderr=subprocess.DEVNULL)
     kill_when(process, lambda: len(read_metrics(metrics)) >= 3)  # between two steps, one of them checkpointed
+
+    again = workdir / "rollouts" / "step_000003.jsonl"
+    again.unlink()
+    process = subprocess.Popen(command(world, workdir), env=environment, stderr=subprocess.PIPE, text=True)
+    kill_when(process, again.exists, signal.SIGTERM)  # right after an update
+    said, rows = process.stderr.read(), read_metrics(metrics)
+    assert process.returncode == 0, said
+    assert f"stopped by SIGTERM, saved after step {len(rows)}: the same command goes on from there" in said
+    assert 3 <= len(rows) < 6 and (workdir / "checkpoints" / str(len(rows))).is_dir()
+
     process = subprocess.Popen(command(world, workdir), env=environment, stderr=subprocess.DEVNULL)
     kill_when(process, inside.exists)  # inside step 5: its rollouts are written, its metrics are not
     done = subprocess.run(command(world, workdir), capture_output=True, text=True, env=environment)
