@@ -6,7 +6,9 @@ import argparse
 import re
 import sys
 
+from bridge_jax import distributed
 from bridge_jax.errors import UserError, main_guard
+from bridge_jax.files import as_path, is_remote
 
 EXAMPLES = """
 examples:
@@ -61,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--query-prefix", help='put before every query (default: "query: " for E5 encoders, nothing for others)')
     p.add_argument("--passage-prefix", help='put before every passage (default: "passage: " for E5 encoders, nothing for others)')
     p.add_argument("--force", action="store_true", help="replace the index in the folder, whatever it was built from")
+    distributed.add_flags(p)
     return p
 
 
@@ -77,6 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
     if not 0 <= args.recall <= 1:
         raise UserError(f"--recall is {args.recall}; it must be 0 (no tuning) to 1")
+    if is_remote(as_path(args.out)):
+        raise UserError(f"--out={args.out}: an index is made on this machine; copy its folder to the bucket when it is done")
     part = _part(args.shard)
     if args.encoder is None and args.kind != "bm25":
         raise UserError("--encoder is missing; name the encoder of the passages, such as intfloat/e5-base-v2")
@@ -96,9 +101,10 @@ def main(arguments: list[str] | None = None) -> int:
         from bridge_jax.data.qa import load_questions
 
         queries = [question.question for question in load_questions(args.queries, limit=1000)]
-    index = _build(args, corpus, part, queries)
-    if index is not None:
-        print(f"{args.out}: {len(index):,} passages x {index.dim}, kind {index.kind}")
+    with distributed.processes(args.distributed, args.heartbeat):
+        index = _build(args, corpus, part, queries)
+        if index is not None and distributed.is_main():
+            print(f"{args.out}: {len(index):,} passages x {index.dim}, kind {index.kind}")
     return 0
 
 

@@ -14,6 +14,7 @@ from bridge_jax import config as configuration
 from bridge_jax import distributed
 from bridge_jax.errors import main_guard
 from bridge_jax.evaluation.table import comparison_table
+from bridge_jax.files import as_path
 from bridge_jax.report import page
 
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     configuration.add_config_flag(parser)
     distributed.add_flags(parser)
-    parser.add_argument("--workdir", required=True, type=Path, metavar="FOLDER", help="the run's folder; made when missing")
+    parser.add_argument("--workdir", required=True, type=as_path, metavar="FOLDER", help="the run's folder; made when missing")
     args, config = configuration.parse_args(parser, argv)
     with distributed.processes(args.distributed, args.heartbeat):
         train(config, args.workdir)

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from bridge_jax import config as configuration
 from bridge_jax.errors import UserError
+from bridge_jax.files import as_path
 from bridge_jax.overrides import split_overrides
 
 CHECKPOINTS = ("best", "latest", "start")
@@ -20,7 +21,7 @@ get_config = configuration.default  # this file is the config file that a workdi
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workdir", required=True, type=Path, metavar="FOLDER", help="the run's folder")
+    parser.add_argument("--workdir", required=True, type=as_path, metavar="FOLDER", help="the run's folder")
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -50,7 +51,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
 
 def workdir_fields(workdir: Path) -> dict[str, str]:
     """The configuration that a run wrote into its folder, as {"group.field": text of an override}."""
-    path = Path(workdir) / "config.json"
+    path = as_path(workdir) / "config.json"
     if not path.is_file():
         raise UserError(f"{path} does not exist: give a run's --workdir, or a --config")
     try:

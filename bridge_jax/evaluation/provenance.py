@@ -92,7 +92,7 @@ def _name(path) -> str:
 
 
 def of_policy(config, fingerprint: str, tokenizer, workdir: Path, checkpoint: str, step: int) -> dict:
-    own = Path(workdir) / "config.json"
+    own = workdir / "config.json"
     trained = checkpoint != "start" and own.is_file()
     return {
         "model": config.policy.model,

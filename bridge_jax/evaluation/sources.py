@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ml_collections import ConfigDict
 
@@ -17,6 +16,7 @@ from bridge_jax.evaluation.endpoint import Endpoint
 from bridge_jax.evaluation.fusion import FusedRetriever
 from bridge_jax.evaluation.generators import EndpointGenerator, PolicyGenerator
 from bridge_jax.evaluation.run import Agent, evaluation_engine
+from bridge_jax.files import as_path
 from bridge_jax.retrieval.retriever import Retriever
 from bridge_jax.training import assets as run_assets
 from bridge_jax.training.search import open_corpus, open_retriever
@@ -110,5 +110,5 @@ def settings(
     }
     if endpoint is not None:
         return found | {"endpoint": endpoint.describe()}
-    assets, where = session.assets, (Path(args.workdir), args.checkpoint, session.step)
+    assets, where = session.assets, (as_path(args.workdir), args.checkpoint, session.step)
     return found | {"policy": provenance.of_policy(config, assets.policy_fingerprint, assets.tokenizer, *where)}

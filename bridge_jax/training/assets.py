@@ -12,9 +12,11 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from bridge_jax.data import corpora
+from bridge_jax.data.cache import cache_dir
 from bridge_jax.data.formats import canonical_name
 from bridge_jax.data.qa import OFFICIAL
 from bridge_jax.errors import UserError
+from bridge_jax.files import as_path, local_copy
 from bridge_jax.mesh import batch_ways, make_mesh, rollout_mesh, shard_tree
 from bridge_jax.models import e5, hub, qwen2
 from bridge_jax.models.attention_kernels import choose_backend
@@ -74,7 +76,7 @@ def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True
     rollouts = rollout_mesh(mesh, config.mesh.rollout_tensor)
     corpus = open_corpus(config)
     encoder = load_encoder(config, rollouts)
-    source = policy_source(config, Path(workdir)) if use_warmstart else config.policy.model
+    source = policy_source(config, as_path(workdir)) if use_warmstart else config.policy.model
     folder, compute_dtype = hub.resolve(source), jnp.dtype(config.policy.compute_dtype)
     head_dim = qwen2.config_from_folder(folder).head_dim
     policy, base_params = qwen2.load(
@@ -125,13 +127,13 @@ def policy_source(config: ConfigDict, workdir: Path) -> str:
     """
     if not config.policy.warmstart:
         return config.policy.model
-    folder = workdir / "warmstart" if config.policy.warmstart == "auto" else Path(config.policy.warmstart)
+    folder = workdir / "warmstart" if config.policy.warmstart == "auto" else as_path(config.policy.warmstart)
     if not (folder / "config.json").is_file():
         raise UserError(
             f"no warm-started policy at {folder}: run python -m bridge_jax.warmstart with the same --config and --workdir first, "
             "or pass --config.policy.warmstart= to start from the model as it is"
         )
-    return str(folder)
+    return str(local_copy(folder, cache_dir()))
 
 
 def policy_lora(config: ConfigDict) -> LoRAConfig | None:

@@ -7,14 +7,13 @@ compares first). Frozen weights are never saved.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
 from bridge_jax.errors import UserError
+from bridge_jax.files import AnyPath, absolute
 from bridge_jax.mesh import put
 from bridge_jax.objectives.bilevel import BridgeState
 
@@ -51,8 +50,8 @@ class Checkpoints:
       fingerprint: {"what": value} that a restored checkpoint must share (model shapes, LoRA ranks, method).
     """
 
-    def __init__(self, folder: Path, keep: int, fingerprint: dict[str, object], read_only: bool = False):
-        self.folder = Path(folder).absolute()
+    def __init__(self, folder: AnyPath, keep: int, fingerprint: dict[str, object], read_only: bool = False):
+        self.folder = absolute(folder)
         self.fingerprint = fingerprint
         best = managers.BestN(get_metric_fn=_score, n=1, keep_checkpoints_without_metrics=False)
         options = ocp.CheckpointManagerOptions(

@@ -33,7 +33,7 @@ from bridge_jax.data.prompts import build_prompt
 from bridge_jax.data.qa import Question, load_questions
 from bridge_jax.data.stream import Mixture, QuestionStream
 from bridge_jax.errors import UserError
-from bridge_jax.files import write_text
+from bridge_jax.files import as_path, write_text, written_locally
 from bridge_jax.models import pocket_models, qwen2
 from bridge_jax.models.lora import merge_lora, save_peft
 from bridge_jax.objectives import rewards, scoring
@@ -70,7 +70,7 @@ def run(config: ConfigDict, workdir: Path, evaluate: Evaluate) -> bool:
     Raises:
       UserError: a workdir of another configuration; missing models, data or index; too many non-finite updates in a row.
     """
-    workdir = Path(workdir)
+    workdir = as_path(workdir)
 
     def load() -> tuple[QuestionStream, Assets]:
         claim(config, workdir, write=False)
@@ -369,11 +369,12 @@ def export(workdir: Path, config: ConfigDict, assets: Assets, state: BridgeState
     """
     if config.policy.trainable == "lora":
         adapter = policy_lora(config)
-        save_peft(workdir / "policy_lora", state.policy, adapter, "qwen2", policy_source(config, workdir))
+        with written_locally(workdir / "policy_lora") as folder:
+            save_peft(folder, state.policy, adapter, "qwen2", policy_source(config, workdir))
         params = merge_lora(assets.base_params, state.policy, adapter)
     else:
         params = state.policy
-    qwen2.save(workdir / "policy", assets.policy, params, assets.tokenizer)
-    save_peft(
-        workdir / "retriever", state.retriever, retriever_lora(config), "bert", pocket_models.upstream(config.retriever.encoder)
-    )
+    with written_locally(workdir / "policy") as folder:
+        qwen2.save(folder, assets.policy, params, assets.tokenizer)
+    with written_locally(workdir / "retriever") as folder:
+        save_peft(folder, state.retriever, retriever_lora(config), "bert", pocket_models.upstream(config.retriever.encoder))

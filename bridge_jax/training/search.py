@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from bridge_jax.data import corpora
 from bridge_jax.data.cache import cache_dir
 from bridge_jax.errors import UserError
+from bridge_jax.files import local_copy
 from bridge_jax.models import e5
 from bridge_jax.retrieval.bm25 import BM25Retriever, build_bm25, open_bm25
 from bridge_jax.retrieval.client import Client, RemoteIndex
@@ -54,7 +55,8 @@ def open_or_build(config: ConfigDict, encoder: e5.Encoder, corpus: Corpus, folde
     """The index that fits encoder and corpus: `folder`, else one in the cache, built on first use (resumable)."""
     kind = config.index.kind
     if folder:
-        if not (Path(folder) / "manifest.json").is_file():
+        folder = local_copy(folder, cache_dir())
+        if not (folder / "manifest.json").is_file():
             path = corpus.path if isinstance(corpus.path, Path) else " ".join(map(str, corpus.path))
             raise UserError(
                 f"no index at {folder}: build it with python -m bridge_jax.index --corpus={path} "

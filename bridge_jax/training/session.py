@@ -8,6 +8,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from bridge_jax.errors import UserError
+from bridge_jax.files import as_path
 from bridge_jax.objectives.bilevel import BridgeState
 from bridge_jax.training.assets import Assets, load_assets
 from bridge_jax.training.checkpoints import Checkpoints
@@ -55,7 +56,7 @@ def open_session(config: ConfigDict, workdir: Path, which: str = "best") -> Sess
 
 def open_state(config: ConfigDict, workdir: Path, which: str = "best") -> tuple[Learner, BridgeState]:
     """The same with everything a step reads, optimisers included."""
-    workdir = Path(workdir)
+    workdir = as_path(workdir)
     folder = workdir / "checkpoints"
     claim_workdir(config, workdir, may_change=USE_MAY_CHANGE, write=False)
     if which != "start" and not folder.is_dir():
