@@ -29,7 +29,7 @@ def evaluate(args: argparse.Namespace, config: ConfigDict, specs: Sequence[str],
     """Answer the questions that have no record yet -> (result file, result), or (the parts, None) while other shards work."""
     if is_remote(args.workdir):
         raise UserError(
-            f"{args.workdir}: answers are appended one by one, which a bucket cannot do: copy the run's folder to this machine first "
+            f"{args.workdir}: answers are appended one by one, which a bucket cannot do: copy the run's folder here first "
             "(gcloud storage cp -r)"
         )
     folder = Path(args.workdir) / "eval"
