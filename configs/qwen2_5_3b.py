@@ -1,10 +1,10 @@
 """The paper's main setting: Qwen2.5-3B-Instruct and E5-base-v2 over wiki-18, G = 8, 250 steps.
 
 Give the corpus and its index: --config.index.corpus=wiki-18.jsonl --config.index.folder=indexes/wiki-18.
-Which machines it fits, and with which settings: docs/scaling.md, or python launch/fit.py --config=configs/qwen2_5_3b.py --help
+Which machines it fits, and with which settings: docs/scaling.md; python launch/fit.py --config=configs/qwen2_5_3b.py --target=...
 
-Source of each number: P the paper's abstract and review, S its authors' project page, V VerlTool's search recipe, R Search-R1, C
-chosen here (no public source gives it). They are the defaults of bridge_jax/config.py, too.
+Source of each number: P the paper's abstract and review, S its authors' project page, V VerlTool's search recipe, R Search-R1,
+C chosen here (no public source gives it). They are the defaults of bridge_jax/config.py, too.
 """
 
 from bridge_jax import config as configuration

@@ -52,7 +52,7 @@ def compile_program(program: Program, target: targets.Target, flags: dict[str, s
 
     flags: compiler options. keep: a folder for the optimised HLO.
     """
-    lowered = program.lower()
+    lowered = _lowered(program, target)
     what = (FORM, str(target.chip), target.chips, sorted(flags.items()), jax.__version__, need_compiler(target), lowered.as_text())
     path = cache_dir() / "fit" / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}.json"
     text = path.with_suffix(".txt.gz")
@@ -66,6 +66,15 @@ def compile_program(program: Program, target: targets.Target, flags: dict[str, s
         keep.mkdir(parents=True, exist_ok=True)
         (keep / f"{program.name}.txt").write_text(optimised)
     return found | (costs(optimised, program) if "argument_bytes" in found else read_shortage(optimised))
+
+
+def _lowered(program: Program, target: targets.Target):
+    try:
+        return program.lower()
+    except RuntimeError as error:
+        if "cudnn" not in str(error).lower():
+            raise
+        raise UserError(f"config.policy.attention=cudnn for {target.name}: jax finds no cuDNN here: {INSTALL['gpu']}") from error
 
 
 def _compiled(lowered, flags: dict[str, str]) -> tuple[dict, str]:

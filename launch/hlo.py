@@ -203,7 +203,7 @@ class Module:
             inner = self.computations.get(op.called[0], {}) if op.called else {}
             for each in inner.values():  # products and collectives inside; its bytes are its own
                 part = self._op(each, inner, channels)
-                part.bytes = 0.0
+                part.bytes = part.waited = 0.0  # a fused collective runs behind what it is fused with
                 cost.add(part)
             cost.bytes = self._fusion_bytes(op, ops)
             return cost
@@ -410,7 +410,7 @@ def _attention(op: Op, operands: list[Array]) -> float:
     heads = [a for a in operands if len(a.dims) >= 3 and a.dtype in ("bf16", "f16", "f32")]
     if not heads:
         return 0.0
-    query = max(heads, key=lambda a: a.size)
+    query = heads[0]  # before keys and values; a mask may be larger
     where = f"{op.where} {op.attribute('custom_call_target')} {op.name}".lower()
     backward = "bwd" in where or "backward" in where or "transpose" in where
     products = (3 if "dq" in where else 4 if "dkv" in where else 5) if backward else 2

@@ -44,8 +44,9 @@ class Dense(nn.Module):
                 raise ValueError(
                     "a lora collection was passed to a model built without `lora=LoRAConfig(...)`: its scale is unknown"
                 )
-            a, b = self.get_variable("lora", "a"), self.get_variable("lora", "b")
-            y = y + (x @ a.astype(self.dtype)) @ b.astype(self.dtype) * self.lora.scale
+            factors = (self.get_variable("lora", name).astype(self.dtype) for name in "ab")
+            a, b = (gathered(x, self.mesh, (self.name, name), units) for x, name in zip(factors, "ab"))
+            y = y + (x @ a) @ b * self.lora.scale
         return y
 
 
