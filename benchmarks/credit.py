@@ -42,11 +42,10 @@ from bridge_jax.objectives import logprobs
 from bridge_jax.objectives.credit import after_block, document_log_likelihood
 from bridge_jax.objectives.logprobs import token_logps
 from bridge_jax.objectives.scoring import Scorer
-from bridge_jax.retrieval.corpus import Corpus
 from bridge_jax.rollout import protocol
 from bridge_jax.rollout.episodes import Episode, Turn
-from bridge_jax.training.assets import corpus_path
 from bridge_jax.training.credit_stage import scoring_config
+from bridge_jax.training.search import open_corpus
 
 NAME = "credit"
 HISTORY, DOCUMENT, ANSWER, DOCUMENTS = 600, 150, 8, 40  # tokens; Search-R1's prompt and a first search, passages of 100 words
@@ -216,7 +215,7 @@ def mini(seed: int, turns: int):
     config = configuration.load(runs.HOME / "configs" / "mini.py")
     folder = hub.resolve(config.policy.model)
     model, params = qwen2.load(folder)
-    tokenizer, corpus = qwen2.load_tokenizer(folder), Corpus.open(corpus_path(config))
+    tokenizer, corpus = qwen2.load_tokenizer(folder), open_corpus(config)
     scorer = Scorer(model, corpus, tokenizer, scoring_config(config))
     rng, C = np.random.default_rng(seed), config.rollout.candidates
     requests = []

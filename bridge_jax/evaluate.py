@@ -43,7 +43,6 @@ def make_parser() -> argparse.ArgumentParser:
     distributed.add_flags(parser)
     parser.add_argument(
         "--datasets",
-        default="",
         metavar="A,B",
         help="sets, files, embedded/<set>, mirage or mirage/<set> (default: config.data.eval)",
     )
@@ -85,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check(args: argparse.Namespace) -> None:
     """Refuse flags that contradict each other. UserError naming them."""
+    if args.datasets is not None and not _names(args.datasets):
+        raise UserError("--datasets= names no set: leave it out for those of config.data.eval")
     if args.limit is not None and args.limit < 0:
         raise UserError(f"--limit={args.limit}: must be at least 0")
     if args.context_tokens is not None and args.context_tokens < 0:
@@ -115,8 +116,8 @@ def default_name(args: argparse.Namespace, sets, split: str, limit: int) -> str:
     return "_".join([*parts, args.baseline] if args.baseline else parts)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+def _names(text: str | None) -> tuple[str, ...]:
+    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from bridge_jax.data import corpora
 from bridge_jax.data.cache import cache_dir
 from bridge_jax.data.formats import canonical_name
 from bridge_jax.data.qa import OFFICIAL
@@ -156,10 +155,6 @@ def load_encoder(config: ConfigDict, mesh: Mesh | None) -> e5.Encoder:
         passage_prefix=prefix.get(config.retriever.passage_prefix, config.retriever.passage_prefix),
         max_length=config.retriever.max_length,
     )
-
-
-def corpus_path(config: ConfigDict) -> Path:
-    return corpora.corpus_path(config.index.corpus)
 
 
 def refuse_strange_corpus(config: ConfigDict) -> None:
