@@ -120,9 +120,8 @@ class Checkpoints:
             raise UserError(
                 f"checkpoint {where} cannot be read ({_first_line(error)}): if it is damaged, move it away to use the one before"
             ) from error
-        number, place = np.asarray(items["position"]["step"], np.int32), like.step.sharding
         return like.replace(
-            step=put(number, place) if isinstance(place, jax.NamedSharding) else jax.numpy.asarray(number),
+            step=put(np.asarray(items["position"]["step"], np.int32), like.step.sharding),
             policy=items["policy"],
             policy_opt=items["optimiser"]["policy"],
             retriever=items["retriever"],

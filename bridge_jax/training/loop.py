@@ -147,7 +147,7 @@ class Run:
     def _after_step(self, state: BridgeState, metrics: dict[str, float]) -> None:
         """Evaluate, write the row, save."""
         step, train = self.done, self.config.train
-        self.row, score = {"step": step, **metrics}, None
+        self.row, score = {"step": step, **metrics, "time/evaluation": 0.0}, None
         if step % train.steps == 0 or (train.eval_every and step % train.eval_every == 0):
             self.row["eval/em"] = None
             began = time.monotonic()

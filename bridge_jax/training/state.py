@@ -123,9 +123,12 @@ class Learner:
         return make_state(self.config, self._settings, self.modules, policy, encoder)
 
     def init(self) -> bilevel.BridgeState:
-        """The state before the first step, on the training mesh."""
+        """The state before the first step, on the training mesh (or committed to the device, as a restored one is: the programs
+        compiled for one then serve the other)."""
         trees = self.assets.base_params, self.assets.tower.params
-        return self._make(*trees) if self._shardings is None else jax.jit(self._make, out_shardings=self._shardings)(*trees)
+        if self._shardings is None:
+            return jax.device_put(self._make(*trees), jax.local_devices()[0])
+        return jax.jit(self._make, out_shardings=self._shardings)(*trees)
 
     def retriever_step(self, state: bilevel.BridgeState, turns: bilevel.Turns) -> tuple[bilevel.BridgeState, dict[str, float]]:
         """-> (state, metrics)"""

@@ -16,7 +16,7 @@ from bridge_jax.training.methods import METHODS, stage_of, total_steps
 from bridge_jax.training.metrics import read_metrics
 from bridge_jax.training.workdir import claim_workdir
 
-NOT_THE_RUN = ("time/", "compilations/", "rollout/compilations", "rollout/tokens_per_second")
+NOT_THE_RUN = ("time/", "goodput/", "compilations/", "rollout/compilations", "rollout/tokens_per_second")
 COUNTS = ("count/policy_updates", "count/retriever_updates", "count/rollouts")
 
 

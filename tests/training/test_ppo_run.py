@@ -11,7 +11,7 @@ from bridge_jax.training.display import Display
 from bridge_jax.training.metrics import read_metrics
 from bridge_jax.training.session import open_session
 
-NOT_THE_RUN = ("time/", "compilations/", "rollout/compilations", "rollout/tokens_per_second")
+NOT_THE_RUN = ("time/", "goodput/", "compilations/", "rollout/compilations", "rollout/tokens_per_second")
 PPO = ("--config.method.name=search_r1", "--config.policy.algorithm=ppo", "--config.grpo.group_size=1")
 
 
