@@ -161,6 +161,7 @@ def test_ids_are_strings_and_unknown_ids_and_rows_are_errors(corpus_file):
         (b'{"id": 7, "contents": "x"}\n' + GOOD * 0 + b'{"id": "7", "contents": "x"}\n', ["line 2", "line 1", "'7'"]),
         (b"".join(b'{"id": "%d", "contents": "x"}\n' % (i % 900) for i in range(1000)), ["line 901", "line 1 ", "'0'"]),
     ],
+    ids=lambda value: f"{len(value)} bytes" if isinstance(value, bytes) else " ".join(value),
 )
 def test_bad_files_are_refused_by_line_and_field(tmp_path, data, named):
     file = tmp_path / "bad.jsonl"
