@@ -30,12 +30,11 @@ from bridge_jax import mesh as meshes
 from bridge_jax.errors import UserError
 from bridge_jax.models import e5, known, qwen2
 from bridge_jax.models.attention_kernels import choose_backend
-from bridge_jax.models.lora import init_lora
-from bridge_jax.models.value import init_critic
-from bridge_jax.objectives import bilevel, logprobs, ppo_step, scoring, two_state
+from bridge_jax.objectives import bilevel, logprobs, ppo_step, scoring
 from bridge_jax.rollout import flight, sampler, stopping
 from bridge_jax.rollout.protocol import STOP_STRINGS
 from bridge_jax.training import batch as batches
+from bridge_jax.training import flops, publish
 from bridge_jax.training import state as training
 from bridge_jax.training.assets import policy_lora, retriever_lora, rollout_config
 from bridge_jax.training.credit_stage import scoring_config
@@ -134,8 +133,7 @@ class _Builder:
         if len(local) % ways:
             raise UserError(f"config.mesh.rollout_tensor={ways}: must divide the {len(local)} chips of a host")
         self.rollout = Mesh(np.asarray(local).reshape(-1, 1, ways), meshes.AXES, axis_types=(AxisType.Auto,) * 3)
-        everywhere = np.asarray(self.train.devices.flatten()).reshape(-1, 1, ways)
-        self.published_mesh = Mesh(everywhere, meshes.AXES, axis_types=(AxisType.Auto,) * 3)
+        self.units = self.shape.units | self.encoder_shape.units
         self.lora = policy_lora(config)
         self.settings = training.step_config(config)
         self.encoder = e5.Bert(self.encoder_shape, jnp.float32, retriever_lora(config), self.train)
@@ -150,9 +148,11 @@ class _Builder:
         return qwen2.Qwen2(self.shape, self.dtype, self.lora, self.config.policy.remat, mesh, attention)
 
     def plan(self) -> Plan:
+        config = self.config
         base = self._place(_cast(qwen2.abstract_params(self.shape), jnp.float32 if self.full else self.dtype), self.train)
-        encoder = self._place(e5.abstract_params(self.encoder_shape), self.train, self.encoder_shape.units)
-        self.state = self._state(base, encoder)
+        encoder = self._place(e5.abstract_params(self.encoder_shape), self.train)
+        make = functools.partial(training.make_state, config, self.settings, self.modules)
+        self.state = self._place(jax.eval_shape(make, base, encoder), self.train)
         reference = self._reference(base)
         self.frozen = bilevel.Frozen(reference, encoder)
         self.variables = self._published(self.rollout)
@@ -160,7 +160,7 @@ class _Builder:
         resident = {
             "training state": shard_bytes(self.state),
             "reference" if self.full else "base weights": shard_bytes(reference),
-            "encoder": shard_bytes(encoder),
+            "encoder": shard_bytes(encoder) + self._searching(encoder),
             "published weights": self._published_bytes(),
             "cache": shard_bytes(self.decoding),
             # New keys and the old values, while the new values are made; and all that does not grow.
@@ -193,27 +193,14 @@ class _Builder:
 
     # --- what is on the chips
 
-    def _place(self, tree, mesh: Mesh, units=None):
-        """Shapes with the shardings that parameters have."""
-        units = self.shape.units if units is None else units
+    def _place(self, tree, mesh: Mesh):
+        """Shapes with the shardings that a run gives them."""
+        placed = meshes.shardings(mesh, tree, self.units)
+        return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, placed)
 
-        def one(path, x):
-            sharding = meshes.param_sharding(mesh, meshes.tree_path(path), x.shape, units) if x.ndim else NamedSharding(mesh, P())
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-        return jax.tree_util.tree_map_with_path(one, tree)
-
-    def _state(self, base, encoder) -> bilevel.BridgeState:
-        config, key = self.config, jax.eval_shape(lambda: jax.random.key(0))
-
-        def init(key, base, encoder):
-            policy = base if self.full else init_lora(key, base, self.lora)
-            retriever = init_lora(key, encoder, retriever_lora(config))
-            critic = init_critic(key, base, self.lora) if config.policy.algorithm == "ppo" else None
-            state = bilevel.init_state(self.modules, policy, retriever, key, critic)
-            return two_state.with_star(self.modules, state) if self.settings.estimator == "two_state" else state
-
-        return self._place(jax.eval_shape(init, key, base, encoder), self.train)
+    def _searching(self, encoder) -> float:
+        """The encoder that searches lies on the rollout mesh; on a single chip it is the one that learns."""
+        return shard_bytes(self._place(encoder, self.rollout)) if self.target.chips > 1 else 0.0
 
     def _reference(self, base):
         if not self.full:
@@ -266,14 +253,13 @@ class _Builder:
 
     def _publish(self) -> Program:
         """The policy from the training layout into the rollout layout and the compute dtype."""
-        out = jax.tree.map(lambda x: x.sharding, self._published(self.published_mesh)["params" if self.full else "lora"])
-        fn = jax.jit(functools.partial(publish, dtype=self.dtype if self.full else None), out_shardings=out)
-        policy = self.state.policy
+        policy, dtype = self.state.policy, self.dtype if self.full else None
+        fn = publish.program(self.train, rollout_tensor(self.config), policy, self.units, dtype)[0]
         return Program("publish", fn, (policy,), {}, self.target.chips, self._held(), shard_bytes(policy), 0.0)
 
-    def _rollout(self, name: str, fn, args: tuple, static: dict, flops: float, **more) -> Program:
+    def _rollout(self, name: str, fn, args: tuple, static: dict, model_flops: float, **more) -> Program:
         live, passed = self._held("published weights", "cache"), shard_bytes(args[:3])
-        return Program(name, fn, args, static, self.rollout.size, live, passed, flops, **more)
+        return Program(name, fn, args, static, self.rollout.size, live, passed, model_flops, **more)
 
     def _enter(self) -> Program:
         """Prompts of a part of the batch read into the shared block."""
@@ -281,10 +267,10 @@ class _Builder:
         samples = entering * self.config.grpo.group_size
         integers = [(entering, self.prompt), (entering,), (entering,), (samples,), (samples,)]
         given = [self._array(shape, jnp.int32, self.rollout) for shape in integers]
-        flops = analytic.forward(self.shape, entering * self.prompt, analytic.causal(entering, self.prompt), 0)
+        model_flops = analytic.forward(self.shape, entering * self.prompt, entering * flops.causal(self.prompt), 0)
         fn = self.sampler._enter
         return self._rollout(
-            "enter", fn, (self.variables, self.decoding, *given), {}, flops, shape={"rows": entering, "columns": self.prompt}
+            "enter", fn, (self.variables, self.decoding, *given), {}, model_flops, shape={"rows": entering, "columns": self.prompt}
         )
 
     def _decode(self) -> Program:
@@ -298,23 +284,23 @@ class _Builder:
             self._array((), key.dtype, self.rollout),
             self._array((), jnp.float32, self.rollout),
         )
-        flops = analytic.forward(self.shape, self.rows, self.rows * (self.width + self.prompt), self.rows)
+        model_flops = analytic.forward(self.shape, self.rows, self.rows * (self.width + self.prompt), self.rows)
         weights = shard_bytes(self.variables)
         if not self.shape.tie_embeddings:
             weights -= shard_bytes(self.variables["params"]["embed"])  # a row a token
         least = weights + shard_bytes((self.decoding.shared, self.decoding.private))
         steps = self.config.rollout.chunk
-        return self._rollout("decode", self.sampler._decode, args, {"steps": steps}, flops, least_bytes=least, steps=steps)
+        return self._rollout("decode", self.sampler._decode, args, {"steps": steps}, model_flops, least_bytes=least, steps=steps)
 
     def _append(self) -> Program:
         """The longest observations appended to a part of the rows."""
         rows = flight.a_part(self.rows, meshes.batch_ways(self.rollout), flight.LEAST_ROWS)
         length = self.config.rollout.max_observation_tokens
         given = [self._array(shape, jnp.int32, self.rollout) for shape in ((rows,), (rows, length), (rows,), (rows,))]
-        pairs = analytic.behind(rows, length, self.prompt + self.width - length)
-        flops = analytic.forward(self.shape, rows * length, pairs, 0)
+        pairs = rows * flops.causal(length, self.prompt + self.width - length)
+        model_flops = analytic.forward(self.shape, rows * length, pairs, 0)
         shape = {"rows": rows, "columns": self.prompt + self.width}
-        return self._rollout("append", self.sampler._append, (self.variables, self.decoding, *given), {}, flops, shape=shape)
+        return self._rollout("append", self.sampler._append, (self.variables, self.decoding, *given), {}, model_flops, shape=shape)
 
     def _widen(self) -> Program:
         """Keys (then values) moved into a block of the greatest width, while both old ones are there."""
@@ -343,8 +329,8 @@ class _Builder:
             )
         }
         options = {"answer_tokens": ANSWER, "chunk": settings.chunk, "pairs": settings.pairs_at_once}
-        pairs = analytic.causal(U, history) + analytic.behind(U * C, length, history)
-        flops = analytic.forward(self.shape, U * history + U * C * length, pairs, U * C * ANSWER)
+        pairs = U * flops.causal(history) + U * C * flops.causal(length, history)
+        model_flops = analytic.forward(self.shape, U * history + U * C * length, pairs, U * C * ANSWER)
         args, live = (self._model(self.rollout), self.variables), self._held("published weights")
         shape = {"turns": U / ways, "history": history, "continuation": length}
         return Program(
@@ -355,7 +341,7 @@ class _Builder:
             self.rollout.size,
             live,
             shard_bytes(self.variables),
-            flops,
+            model_flops,
             shape=shape,
         )
 
@@ -383,9 +369,9 @@ class _Builder:
         fn = jax.jit(functools.partial(logprobs.sequence_logps, self.policy, chunk=self.settings.chunk))
         args = {"params": params}, of(jnp.int32)
         static = {"positions": of(jnp.int32), "segment_ids": of(jnp.int32)}
-        flops = analytic.forward(self.shape, rows * width, analytic.causal(rows, width), rows * width)
+        model_flops = analytic.forward(self.shape, rows * width, rows * flops.causal(width), rows * width)
         live, shape = self._held("published weights"), self._train_shape(rows, width)
-        return Program("logprobs", fn, args, static, self.target.chips, live, shard_bytes(params), flops, shape=shape)
+        return Program("logprobs", fn, args, static, self.target.chips, live, shard_bytes(params), model_flops, shape=shape)
 
     def _policy_step(self) -> Program:
         """All minibatches of a step, every row a rollout of the greatest length."""
@@ -397,12 +383,18 @@ class _Builder:
         batch = bilevel.Rollouts(whole, whole, whole, flags, real, real, rewards=real)
         ppo = config.policy.algorithm == "ppo"
         step = ppo_step.policy_step if ppo else bilevel.policy_step
-        fn = jax.jit(functools.partial(step, self.settings, self.modules), donate_argnums=1)
+        fn = jax.jit(functools.partial(step, self.settings, self.modules), donate_argnums=1, out_shardings=self._kept())
         args = (self.frozen, self.state, batch)
         reference = self.frozen.policy is not None and (config.grpo.kl_coef > 0 or ppo)
-        flops = analytic.training(self.shape, math.prod(leading) * rows, width, not self.full, reference)
+        model_flops = analytic.training(self.shape, math.prod(leading) * rows, width, not self.full, reference)
         live, passed = self._held("published weights"), shard_bytes((self.state, self.frozen.policy))
-        return Program("policy_step", fn, args, {}, self.target.chips, live, passed, flops, shape=self._train_shape(rows, width))
+        return Program(
+            "policy_step", fn, args, {}, self.target.chips, live, passed, model_flops, shape=self._train_shape(rows, width)
+        )
+
+    def _kept(self):
+        """A step's state lies after it as it did before; metrics anywhere."""
+        return jax.tree.map(lambda x: x.sharding, self.state), None
 
     def _retriever_step(self) -> Program:
         """The query tower's minibatches over all turns a step may credit."""
@@ -417,20 +409,18 @@ class _Builder:
             of((U, T), jnp.int32), of((U, T), jnp.int32), of((U, C, D), jnp.float32), of((U, C), jnp.bool_),
             of((U, C), jnp.float32), of((U,), jnp.float32), of((U,), jnp.bool_),
         )  # fmt: skip
-        fn = jax.jit(functools.partial(bilevel.retriever_step, self.settings, self.modules), donate_argnums=1)
-        flops = 3 * self.config.credit.epochs * analytic.encoding(self.encoder_shape, U, T)  # forward, its gradient, the base's
+        fn = jax.jit(
+            functools.partial(bilevel.retriever_step, self.settings, self.modules), donate_argnums=1, out_shardings=self._kept()
+        )
+        # Forward, its gradient, and the base's forward.
+        model_flops = 3 * self.config.credit.epochs * analytic.encoding(self.encoder_shape, U, T)
         args, live = (self.frozen, self.state, turns), self._held("published weights")
         passed = shard_bytes((self.frozen.encoder, self.state.retriever, self.state.retriever_opt))  # jit drops what is not read
-        return Program("retriever_step", fn, args, {}, self.target.chips, live, passed, flops)
-
-
-def publish(policy, dtype):
-    """A stand-in for the run's own: the weights the sampler reads, from what is trained. dtype None: an adapter, as it is."""
-    return policy if dtype is None else training._in_compute_dtype(policy, dtype)
+        return Program("retriever_step", fn, args, {}, self.target.chips, live, passed, model_flops)
 
 
 def _cast(params, dtype):
-    return jax.eval_shape(lambda p: training._in_compute_dtype(p, dtype), params)
+    return jax.eval_shape(lambda p: publish.in_dtype(p, dtype), params)
 
 
 def shard_bytes(tree) -> float:
