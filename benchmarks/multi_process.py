@@ -1,16 +1,18 @@
 """Several processes on this machine's CPU, over gloo: the same run in other layouts, SIGTERM, and a process that dies.
 
-    python benchmarks/multi_process.py            # the mini world, some minutes on 2 cores
-    python benchmarks/multi_process.py --quick    # fewer questions
+    python benchmarks/multi_process.py            # a few minutes on 2 cores
+    python benchmarks/multi_process.py --quick    # alone and layouts
+
+The models are random and small (tests/training/tiny_run.py), of one layer: see docs/architecture.md on several processes on CPUs.
 
     alone      1 process  x 4 devices, never interrupted: what the others are compared with
     layouts    2 processes x 4 devices for three BRIDGE steps, then 1 process x 4 devices from the checkpoint on
     sigterm    2 processes x 4 devices; one of them gets SIGTERM in the middle of a step, then both go on
-    lost       2 processes x 4 devices; one of them is killed with -9 in the middle of a step
+    lost       2 processes x 4 devices; one of them is killed with -9 in the middle of a step (lost_main: process 0)
     sharded    1 process  x 8 devices with fsdp = 4 and tensor = 2, rollouts tensor-parallel by 2
 
 Writes benchmarks/results/multi_process.json and prints it as its last line: for every row in how many steps all rollouts are the
-same text with the same searches, the largest difference of the metrics that are the run's (no clock's or layout's), and seconds.
+same text with the same searches, the largest difference of the metrics that are the run's (no clock's, no layout's), and seconds.
 """
 
 from __future__ import annotations
@@ -31,24 +33,21 @@ from pathlib import Path
 from machine import about
 
 ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "tests" / "training"))
+import tiny_run  # noqa: E402
+
 STEPS, CHECKPOINT = 6, 3
 HEARTBEAT = 10
 SETTINGS = {
-    "train.steps": STEPS,
-    "train.checkpoint_every": CHECKPOINT,
-    "train.log_rollouts_every": 1,
-    "train.questions": 16,
-    "grpo.minibatch_questions": 16,
-    "grpo.microbatch": 16,
-    "rollout.batch_groups": 8,
-    "credit.max_turns": 64,
-    "credit.minibatch": 32,
-    "data.eval_limit": 8,
-    "policy.trainable": "lora",
-    "policy.lora_rank": 8,
-    "grpo.lr": 1e-3,
+    "train__steps": STEPS,
+    "train__checkpoint_every": CHECKPOINT,
+    "train__questions": 5,
+    "train__eval_every": 0,
+    "grpo__minibatch_questions": 5,
+    "grpo__group_size": 8,
+    "grpo__microbatch": 40,
+    "credit__minibatch": 8,
 }
-QUICK = {"train.questions": 8, "grpo.minibatch_questions": 8, "data.eval_limit": 4}
 # What a clock or a compiler says, what follows the layout, and what is a difference of rounding errors.
 NOT_THE_RUN = (
     "time/", "goodput/", "compilations/", "rollout/compilations", "rollout/tokens_per_second", "rollout/padding_ratio", "memory/",
@@ -59,17 +58,17 @@ NOT_THE_RUN = (
 class Bench:
     """The runs, each in a folder of its own below one."""
 
-    def __init__(self, folder: Path, settings: dict):
-        self.folder, self.settings = folder, settings
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.config = tiny_run.write_world(folder / "world", layers=1, **SETTINGS)
 
-    def start(self, name: str, processes: int, devices: int, **mesh: int) -> list[subprocess.Popen]:
-        """The run `name`, begun or gone on with."""
+    def start(self, name: str, processes: int, devices: int, **fields: int) -> list[subprocess.Popen]:
+        """The run `name`, begun or gone on with; fields override the configuration, group__field."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        fields = self.settings | {f"mesh.{axis}": size for axis, size in mesh.items()}
-        command = [sys.executable, "-m", "bridge_jax.train", "--config=configs/mini.py", f"--workdir={self.folder / name}"]
-        command += [f"--config.{field}={value}" for field, value in fields.items()]
+        command = [sys.executable, "-m", "bridge_jax.train", f"--config={self.config}", f"--workdir={self.folder / name}"]
+        command += [f"--config.{field.replace('__', '.')}={value}" for field, value in fields.items()]
         command += ["--distributed", f"--heartbeat={HEARTBEAT}"] if processes > 1 else []
         running = []
         for number in range(processes):
@@ -80,6 +79,7 @@ class Bench:
                 "JAX_NUM_PROCESSES": str(processes),
                 "JAX_PROCESS_ID": str(number),
                 "PYTHONPATH": str(ROOT),
+                "BRIDGE_JAX_CACHE": str(self.folder / "cache"),
             }
             with open(self.folder / f"{name}.{number}.log", "w") as log:
                 running.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=log, stderr=log))
@@ -95,10 +95,10 @@ class Bench:
                 if process.poll() is None:
                     process.kill()
 
-    def run(self, name: str, processes: int, devices: int, **mesh: int) -> float:
+    def run(self, name: str, processes: int, devices: int, **fields: int) -> float:
         """To its end -> seconds."""
         began = time.monotonic()
-        codes = self.ended(self.start(name, processes, devices, **mesh))
+        codes = self.ended(self.start(name, processes, devices, **fields))
         if any(codes):
             raise SystemExit(f"{name}: exit codes {codes}\n{(self.folder / f'{name}.0.log').read_text()[-3000:]}")
         return time.monotonic() - began
@@ -133,16 +133,17 @@ class Bench:
         return {"steps_with_the_same_rollouts": sum(same), "largest_relative_difference": [worst, differences[worst]]}
 
 
-def measure(bench: Bench) -> dict:
+def measure(bench: Bench, quick: bool) -> dict:
     result: dict = {"alone": {"seconds": bench.run("alone", 1, 4)}}
 
-    bench.settings["train.steps"] = CHECKPOINT
-    seconds = bench.run("layouts", 2, 4)
+    seconds = bench.run("layouts", 2, 4, train__steps=CHECKPOINT)
     last = bench.rows("layouts")[-1]
-    bench.settings["train.steps"] = STEPS
     seconds += bench.run("layouts", 1, 4)
     shares = {name: last[name] for name in sorted(last) if name.startswith("goodput/") or name in ("time/wait", "time/publish")}
     result["layouts"] = bench.compared("layouts") | {"seconds": seconds, "step_3_of_two_processes": shares}
+
+    if quick:
+        return result
 
     pair = bench.start("sigterm", 2, 4)
     bench.inside_step("sigterm", pair, 3)
@@ -153,18 +154,24 @@ def measure(bench: Bench) -> dict:
     result["sigterm"] = {"exit_codes": codes, "seconds_to_the_end_of_both": seconds, "stopped_after_step": stopped, "said": said}
     result["sigterm"] |= bench.compared("sigterm")
 
-    pair = bench.start("lost", 2, 4)
-    bench.inside_step("lost", pair, 2)
-    seconds = timed(lambda: (pair[1].kill(), bench.ended(pair)))
-    said = [
-        line
-        for line in (bench.folder / "lost.0.log").read_text().splitlines()
-        if "lost contact with another process" in line or "another task died" in line
-    ]
-    result["lost"] = {"exit_code": pair[0].returncode, "seconds_to_the_end_of_the_other": seconds, "said": said[-1:]}
+    for victim, name in ((1, "lost"), (0, "lost_main")):
+        result[name] = lost(bench, name, victim)
 
-    result["sharded"] = {"seconds": bench.run("sharded", 1, 8, fsdp=4, tensor=2, rollout_tensor=2)} | bench.compared("sharded")
+    result["sharded"] = {
+        "seconds": bench.run("sharded", 1, 8, mesh__fsdp=4, mesh__tensor=2, mesh__rollout_tensor=2)
+    } | bench.compared("sharded")
     return result
+
+
+def lost(bench: Bench, name: str, victim: int) -> dict:
+    """One of two processes is killed; what becomes of the other."""
+    pair = bench.start(name, 2, 4)
+    bench.inside_step(name, pair, 2)
+    other = pair[1 - victim]
+    seconds = timed(lambda: (pair[victim].kill(), bench.ended(pair)))
+    text = (bench.folder / f"{name}.{1 - victim}.log").read_text()
+    said = [line for line in text.splitlines() if "lost contact with another process" in line or "another task died" in line]
+    return {"exit_code": other.returncode, "seconds_to_the_end_of_the_other": seconds, "said": said[-1:]}
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -179,9 +186,8 @@ def main() -> None:
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="multi-process-"))
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "jax_cache"))
-    settings = SETTINGS | (QUICK if args.quick else {})
     try:
-        result = {"machine": about(), "heartbeat": HEARTBEAT, "settings": settings, **measure(Bench(folder, dict(settings)))}
+        result = {"machine": about(), "heartbeat": HEARTBEAT, "settings": SETTINGS, **measure(Bench(folder), args.quick)}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if not args.quick:

@@ -3,14 +3,18 @@
     training mesh (all devices)                             rollout mesh (of each process)
     float32, split over fsdp and tensor   -- cast, gather -->   compute dtype, split over tensor alone, a copy for each data row
 
-One compiled program casts every parameter where it lies and then gathers it (half the bytes on the wire in bfloat16). Its results
-lie on the *publish mesh*, which has every process' rollout mesh behind an axis "process": the parts on a process' own devices are,
-without a copy, its rollout weights. A program has one order of devices; the training mesh therefore has those of a process together
+A compiled program casts a parameter where it lies and then gathers it (half the bytes on the wire in bfloat16). Its result lies on
+the *publish mesh*, which has every process' rollout mesh behind an axis "process": the parts on a process' own devices are, without
+a copy, its rollout weights. A program has one order of devices; the training mesh therefore has those of a process together
 (`mesh.make_mesh`), and the publish mesh is the same order cut otherwise.
+
+Each parameter has a program of its own: on TPUs a gather holds its result twice until it is in place, and a program of all of them
+would hold all results twice.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import jax
@@ -35,27 +39,33 @@ def in_dtype(params, dtype):
     return jax.tree_util.tree_map_with_path(lambda path, x: x if path[-1].key == "scale" else x.astype(dtype), params)
 
 
-def program(mesh: Mesh, rollout_tensor: int, params, units: Mapping[str, int] | None, dtype):
-    """-> (jitted program, shardings of its argument, shardings of its result), each a tree like `params`.
+def programs(mesh: Mesh, rollout_tensor: int, params, units: Mapping[str, int] | None, dtype):
+    """-> trees like `params`: the jitted program of each, the sharding of its argument, and that of its result.
 
     Args:
-      params: arrays or ShapeDtypeStructs. dtype: of the result; None keeps each one's own.
+      params: arrays or ShapeDtypeStructs. dtype: of the results; None keeps each one's own.
 
-    Needs descriptions of devices alone: it can be lowered and compiled for a topology that is not here.
+    Needs descriptions of devices alone: they can be lowered and compiled for a topology that is not here.
     """
-    return _program(mesh, rollout_mesh(mesh, rollout_tensor, mesh.devices.flat[0].process_index), params, units, dtype)
+    return _programs(mesh, rollout_mesh(mesh, rollout_tensor, mesh.devices.flat[0].process_index), params, units, dtype)
 
 
-def _program(mesh: Mesh, rollout: Mesh | None, params, units, dtype):
+def _programs(mesh: Mesh, rollout: Mesh | None, params, units, dtype):
     given = shardings(mesh, params, units)
     target = publish_mesh(mesh, rollout)
     wanted = jax.tree.map(lambda s: NamedSharding(target, s.spec), shardings(target, params, units))
+    dtypes = jax.tree.map(lambda x: x.dtype, params)
+    if dtype is not None:
+        dtypes = jax.tree.map(lambda x: x.dtype, jax.eval_shape(functools.partial(in_dtype, dtype=dtype), params))
+    return jax.tree.map(_program, given, wanted, dtypes), given, wanted
 
-    def cast_and_gather(params):
-        cast = params if dtype is None else in_dtype(params, dtype)
-        return jax.lax.with_sharding_constraint(cast, given)  # cast before it is sent
 
-    return jax.jit(cast_and_gather, in_shardings=(given,), out_shardings=wanted), given, wanted
+@functools.cache
+def _program(given: NamedSharding, wanted: NamedSharding, dtype):
+    def cast_and_gather(x):
+        return jax.lax.with_sharding_constraint(x.astype(dtype), given)  # cast before it is sent
+
+    return jax.jit(cast_and_gather, in_shardings=given, out_shardings=wanted)
 
 
 class Publisher:
@@ -75,8 +85,8 @@ class Publisher:
             return params if dtype is None else self._cast(params, dtype=dtype)
         key = jax.tree.structure(params), dtype
         if key not in self._programs:
-            self._programs[key] = _program(self._mesh, self._rollout, params, self._units, dtype)[0]
-        return jax.tree.map(self._own, self._programs[key](params))
+            self._programs[key] = _programs(self._mesh, self._rollout, params, self._units, dtype)[0]
+        return jax.tree.map(lambda program, x: self._own(program(x)), self._programs[key], params)
 
     def _own(self, x: jax.Array) -> jax.Array:
         """This process' part of a published array, as an array of its own."""
