@@ -252,10 +252,16 @@ class _Builder:
         return ("training state", "reference" if self.full else "base weights", "encoder", *more)
 
     def _publish(self) -> Program:
-        """The policy from the training layout into the rollout layout and the compute dtype."""
+        """The largest parameter of the policy from the training layout into the rollout layout and the compute dtype.
+
+        Each has a program of its own; beside the last ones lie all others, published.
+        """
         policy, dtype = self.state.policy, self.dtype if self.full else None
-        fn = publish.program(self.train, rollout_tensor(self.config), policy, self.units, dtype)[0]
-        return Program("publish", fn, (policy,), {}, self.target.chips, self._held(), shard_bytes(policy), 0.0)
+        programs = publish.programs(self.train, rollout_tensor(self.config), policy, self.units, dtype)[0]
+        pairs = zip(jax.tree.leaves(programs), jax.tree.leaves(policy), strict=True)
+        fn, largest = max(pairs, key=lambda pair: shard_bytes(pair[1]))
+        live = self._held("published weights")
+        return Program("publish", fn, (largest,), {}, self.target.chips, live, shard_bytes(largest), 0.0)
 
     def _rollout(self, name: str, fn, args: tuple, static: dict, model_flops: float, **more) -> Program:
         live, passed = self._held("published weights", "cache"), shard_bytes(args[:3])

@@ -20,11 +20,18 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 MAPS = Path("/proc/self/maps")
 
 
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def room_for_programs():
-    """Each compiled CPU program takes some twenty memory maps, of which Linux gives a process 65,530: beyond, XLA crashes."""
+    """Each compiled CPU program takes some twenty memory maps, of which Linux gives a process 65,530: beyond, XLA crashes.
+
+    And memory, which the two processes of a run of the tests share.
+    """
     yield
-    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 40_000:
+    if MAPS.exists() and (MAPS.read_bytes().count(b"\n") > 40_000 or resident_bytes() > 4e9):
         import jax
 
         jax.clear_caches()
