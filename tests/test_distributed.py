@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import jax
 import pytest
 
 from bridge_jax import distributed, evaluate, preemption, train
@@ -46,6 +47,14 @@ def test_one_process_agrees_with_itself():
     for meeting in (distributed.share, distributed.together, distributed.on_main):
         with pytest.raises(UserError, match="broken"):
             meeting(fails)
+
+
+def test_an_error_of_the_runtime_is_told_from_a_lost_process(monkeypatch):
+    monkeypatch.setattr(distributed, "count", lambda: 2)
+    lost = "UNKNOWN: Gloo all-reduce failed: Connection closed by peer", "UNAVAILABLE: The following tasks are unhealthy"
+    assert all(distributed._lost(jax.errors.JaxRuntimeError(text)) for text in lost)
+    assert not distributed._lost(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes"))
+    assert not distributed._lost(ValueError("connection"))
 
 
 @pytest.mark.parametrize("size", [1, 1024, 1025, 5000, 1 << 20, (1 << 20) + 1])

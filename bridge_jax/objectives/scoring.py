@@ -197,7 +197,7 @@ class Scorer:
             answer_tokens *= 4  # coarse: they cost the vocabulary's projection alone
         return arrays, answer_tokens
 
-    def _cuts(self, count: int, ways: int) -> Iterator[tuple[int, int, int]]:
+    def _cuts(self, count: int, ways: int = 1) -> Iterator[tuple[int, int, int]]:
         """(first, last, rows) of each batch of `count` requests."""
         size = -(-self.config.turns_per_batch // ways) * ways
         few = -(-size // (8 * ways)) * ways

@@ -5,6 +5,7 @@ ones, in another order on every device, and gloo then waits for ever. (`benchmar
 """
 
 import json
+import os
 import signal
 import time
 
@@ -13,6 +14,7 @@ import several_processes
 import tiny_run
 
 from bridge_jax import config as configuration
+from bridge_jax import preemption
 from bridge_jax.files import write_text
 from bridge_jax.training import loop
 from bridge_jax.training.metrics import read_metrics
@@ -43,6 +45,14 @@ def not_evaluated(*_):
     return {"averages": {"overall": {"em": 0.0}}}
 
 
+def stopped(*_):
+    """An evaluation in which SIGTERM comes."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    while True:
+        preemption.check()
+        time.sleep(0.01)
+
+
 def test_two_processes_then_one_equal_one(tmp_path, monkeypatch):
     monkeypatch.setenv("BRIDGE_JAX_CACHE", str(tmp_path / "cache"))
     path = tiny_run.write_world(tmp_path / "world", layers=1, **SMALL)
@@ -62,6 +72,8 @@ def test_two_processes_then_one_equal_one(tmp_path, monkeypatch):
     assert "rematerialization" not in said
     three = [rollouts(workdir, step) for step in (1, 2, 3)]  # the third is played again by the run that goes on
 
+    assert not loop.run(config, workdir, stopped)  # in the evaluation after the last step, which the next start makes up for
+    assert read_metrics(workdir / "metrics.jsonl")[-1]["eval/em"] is None
     assert loop.run(config, workdir, not_evaluated)
     one, two = (read_metrics(folder / "metrics.jsonl") for folder in (alone, workdir))
     assert [row["step"] for row in two] == list(range(1, STEPS + 1))
