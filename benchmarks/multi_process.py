@@ -3,7 +3,7 @@
     python benchmarks/multi_process.py            # a few minutes on 2 cores
     python benchmarks/multi_process.py --quick    # alone and layouts
 
-The models are random and small (tests/training/tiny_run.py), of one layer: see docs/architecture.md on several processes on CPUs.
+The models are random and small (tests/training/tiny_run.py).
 
     alone      1 process  x 4 devices, never interrupted: what the others are compared with
     layouts    2 processes x 4 devices for three BRIDGE steps, then 1 process x 4 devices from the checkpoint on
@@ -60,7 +60,7 @@ class Bench:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.config = tiny_run.write_world(folder / "world", layers=1, **SETTINGS)
+        self.config = tiny_run.write_world(folder / "world", **SETTINGS)
 
     def start(self, name: str, processes: int, devices: int, **fields: int) -> list[subprocess.Popen]:
         """The run `name`, begun or gone on with; fields override the configuration, group__field."""

@@ -28,6 +28,10 @@ T = TypeVar("T")
 COORDINATOR, PROCESSES, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 HEARTBEAT = 100  # seconds, jax's own default
 
+# XLA's CPU runtime otherwise lets the collectives of a loop, such as that over layers, run beside ones that come after it, in
+# another order on every device, and gloo waits for ever. TPUs and GPUs start collectives in the program's order.
+CPU_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+
 _waited = 0.0
 
 
@@ -98,6 +102,8 @@ def initialize(heartbeat: int = HEARTBEAT) -> None:
             raise UserError(f"{PROCESS}={number}: must be below {PROCESSES}={count}, counted from 0")
         settings = {"coordinator_address": given[COORDINATOR], "num_processes": count, "process_id": number}
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if (jax.config.jax_platforms or "").startswith("cpu"):
+        os.environ["XLA_FLAGS"] = f"{CPU_FLAG} {os.environ.get('XLA_FLAGS', '')}"  # of a flag given twice the last counts
     try:
         jax.distributed.initialize(**settings, heartbeat_timeout_seconds=heartbeat)
     except (ValueError, TypeError) as error:

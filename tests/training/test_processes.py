@@ -1,7 +1,6 @@
 """Two processes of four devices each, over gloo: the numbers of one; one of them dies, the other ends, and one device goes on.
 
-The models have one layer, and so no loop over layers: XLA's CPU runtime (jaxlib 0.10) lets a loop's collectives run beside later
-ones, in another order on every device, and gloo then waits for ever. (`benchmarks/multi_process.py` has more than fits here.)
+(`benchmarks/multi_process.py` has more than fits here.)
 """
 
 import json
@@ -55,7 +54,7 @@ def stopped(*_):
 
 def test_two_processes_then_one_equal_one(tmp_path, monkeypatch):
     monkeypatch.setenv("BRIDGE_JAX_CACHE", str(tmp_path / "cache"))
-    path = tiny_run.write_world(tmp_path / "world", layers=1, **SMALL)
+    path = tiny_run.write_world(tmp_path / "world", **SMALL)
     config, alone, workdir = configuration.load(path), tmp_path / "alone", tmp_path / "two"
     assert loop.run(config, alone, not_evaluated)
     write_text(workdir / "eval" / "step_000000.json", "{}")  # saves an evaluation, and its programs

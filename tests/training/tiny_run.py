@@ -31,10 +31,10 @@ def _tokenizer(vocab: dict[str, int], **special) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
-def write_policy(folder, layers=2):
+def write_policy(folder):
     vocab = {word: index for index, word in enumerate(["<unk>", "<end>", *dict.fromkeys(WORDS)])}
     tokenizer = _tokenizer(vocab, unk_token="<unk>", eos_token="<end>")
-    config = qwen2.Qwen2Config(len(vocab), 32, 48, layers, 4, 2, 8, tie_embeddings=True, eos_token_ids=(1,))
+    config = qwen2.Qwen2Config(len(vocab), 32, 48, 2, 4, 2, 8, tie_embeddings=True, eos_token_ids=(1,))
     model = qwen2.Qwen2(config)
     params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
     # Every hidden state leans towards one direction, and so do the tags: they come up more often than other words.
@@ -45,10 +45,10 @@ def write_policy(folder, layers=2):
     qwen2.save(folder, model, params, tokenizer)
 
 
-def write_encoder(folder, layers=2):
+def write_encoder(folder):
     vocab = {word: index for index, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *dict.fromkeys(WORDS)])}
     tokenizer = _tokenizer(vocab, unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]")
-    config = e5.BertConfig(len(vocab), 16, 24, layers, 2, 64)
+    config = e5.BertConfig(len(vocab), 16, 24, 2, 2, 64)
     module = e5.Bert(config)
     params = module.init(jax.random.key(1), jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2), jnp.int32))["params"]
     params = jax.tree.map(lambda x: x * 6.0 if x.ndim > 1 else x, params)
@@ -120,10 +120,10 @@ def write_config(folder, **fields):
     return path
 
 
-def write_world(folder, layers=2, **fields):
+def write_world(folder, **fields):
     """Everything; returns the config file's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_policy(folder / "policy", layers)
-    write_encoder(folder / "encoder", layers)
+    write_policy(folder / "policy")
+    write_encoder(folder / "encoder")
     write_data(folder)
     return write_config(folder, **fields)
