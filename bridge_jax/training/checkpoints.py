@@ -1,8 +1,8 @@
 """Orbax checkpoints of a run: the latest ones for resuming, the best one by evaluation.
 
 Items are separate, so that a tool can read one without the others: `policy`, `retriever`, `optimiser`, `critic` (with PPO), `star`
-(the second retriever of `two_state`), `position` (what the run needs besides arrays) and `metadata` (the fingerprint that a restore
-compares first). Frozen weights are never saved.
+(the second retriever of `two_state`), `position` (what the run needs besides arrays: the step, and the arrays' checksums) and
+`metadata` (the fingerprint that a restore compares first). Frozen weights are never saved.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from bridge_jax.errors import UserError
 from bridge_jax.files import AnyPath, absolute
 from bridge_jax.mesh import put
 from bridge_jax.objectives.bilevel import BridgeState
+from bridge_jax.training.checksums import checksums
 
 
 def _score(metrics: dict) -> float:
@@ -81,11 +82,12 @@ class Checkpoints:
         Returns when the state is copied to the host (and the save before is whole): the files are written meanwhile. With several
         processes all must call it; each writes its own parts.
         """
+        items = _items(state)
         self._manager.save(
             step,
             args=ocp.args.Composite(
-                **{name: ocp.args.StandardSave(tree) for name, tree in _items(state).items()},
-                position=ocp.args.JsonSave({"step": step}),
+                **{name: ocp.args.StandardSave(tree) for name, tree in items.items()},
+                position=ocp.args.JsonSave({"step": step, "checksums": checksums(items)}),
                 metadata=ocp.args.JsonSave(self.fingerprint),
             ),
             metrics=None if score is None else {"score": float(score)},
@@ -120,8 +122,17 @@ class Checkpoints:
             raise UserError(
                 f"checkpoint {where} cannot be read ({_first_line(error)}): if it is damaged, move it away to use the one before"
             ) from error
+        position = items["position"]
+        expected = position.get("checksums", {})  # none in checkpoints of older versions
+        found = checksums({name: items[name] for name in _items(abstract)})
+        damaged = [name for name, value in expected.items() if found.get(name) != value]
+        if damaged:
+            raise UserError(
+                f"checkpoint {where} is damaged: {damaged[0]} is not what was saved (and {len(damaged) - 1} other arrays): move it "
+                "away to use the one before"
+            )
         return like.replace(
-            step=put(np.asarray(items["position"]["step"], np.int32), like.step.sharding),
+            step=put(np.asarray(position["step"], np.int32), like.step.sharding),
             policy=items["policy"],
             policy_opt=items["optimiser"]["policy"],
             retriever=items["retriever"],
