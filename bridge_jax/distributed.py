@@ -29,7 +29,7 @@ COORDINATOR, PROCESSES, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES"
 HEARTBEAT = 100  # seconds, jax's own default
 
 # XLA's CPU runtime otherwise lets the collectives of a loop, such as that over layers, run beside ones that come after it, in
-# another order on every device, and gloo waits for ever. TPUs and GPUs start collectives in the program's order.
+# another order on every device, and these wait for each other for ever. TPUs and GPUs start collectives in the program's order.
 CPU_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 _waited = 0.0
@@ -66,6 +66,7 @@ def processes(distributed: bool, heartbeat: int = HEARTBEAT) -> Iterator[None]:
     Raises:
       UserError: the environment does not say who this process is; the others cannot be reached.
     """
+    order_cpu_collectives(distributed)
     if not distributed:
         yield
         return
@@ -78,6 +79,14 @@ def processes(distributed: bool, heartbeat: int = HEARTBEAT) -> Iterator[None]:
         jax.distributed.shutdown()
         raise
     jax.distributed.shutdown()
+
+
+def order_cpu_collectives(distributed: bool) -> None:
+    """Set `CPU_FLAG` where a program runs on several CPU devices; to be called before anything is computed."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    on_cpu = distributed and (jax.config.jax_platforms or "").startswith("cpu")
+    if (on_cpu or "xla_force_host_platform_device_count" in flags) and CPU_FLAG.partition("=")[0] not in flags:
+        os.environ["XLA_FLAGS"] = f"{CPU_FLAG} {flags}"
 
 
 def initialize(heartbeat: int = HEARTBEAT) -> None:
@@ -102,8 +111,6 @@ def initialize(heartbeat: int = HEARTBEAT) -> None:
             raise UserError(f"{PROCESS}={number}: must be below {PROCESSES}={count}, counted from 0")
         settings = {"coordinator_address": given[COORDINATOR], "num_processes": count, "process_id": number}
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    if (jax.config.jax_platforms or "").startswith("cpu"):
-        os.environ["XLA_FLAGS"] = f"{CPU_FLAG} {os.environ.get('XLA_FLAGS', '')}"  # of a flag given twice the last counts
     try:
         jax.distributed.initialize(**settings, heartbeat_timeout_seconds=heartbeat)
     except (ValueError, TypeError) as error:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from bridge_jax import config as configuration
+from bridge_jax.distributed import CPU_FLAG
 from bridge_jax.errors import UserError
 from bridge_jax.mesh import batch_sharding, make_mesh, param_sharding, tree_path
 from bridge_jax.models import attention_kernels
@@ -246,7 +247,7 @@ print("parity")
 
 
 def test_four_devices_compute_the_same():
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {CPU_FLAG}", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "parity" in done.stdout, done.stderr[-3000:]
 

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from bridge_jax import mesh as meshes
+from bridge_jax.distributed import CPU_FLAG
 from bridge_jax.errors import UserError
 from bridge_jax.training.publish import publish_mesh
 
@@ -143,7 +144,7 @@ print("parity")
 def test_eight_devices_compute_the_same(kind, tmp_path, tiny_model):
     model = tiny_model(kind)
     model.save_pretrained(tmp_path / "model")
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {CPU_FLAG}", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "model"), str(tmp_path / "out")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=os.getcwd(), check=False)
     assert done.returncode == 0 and "parity" in done.stdout, done.stderr[-3000:]
