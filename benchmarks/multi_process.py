@@ -12,7 +12,8 @@ The models are random and small (tests/training/tiny_run.py).
     sharded    1 process  x 8 devices with fsdp = 4 and tensor = 2, rollouts tensor-parallel by 2
 
 Writes benchmarks/results/multi_process.json and prints it as its last line: for every row in how many steps all rollouts are the
-same text with the same searches, the largest difference of the metrics that are the run's (no clock's, no layout's), and seconds.
+same text with the same searches, the largest difference of the metrics that are the run's (no clock's, no layout's) in those
+steps, and seconds.
 """
 
 from __future__ import annotations
@@ -122,8 +123,9 @@ class Bench:
 
     def compared(self, name: str) -> dict:
         """A finished run against `alone`."""
-        pairs = list(zip(self.rows("alone"), self.rows(name), strict=True))
         same = [self.rollouts("alone", n) == self.rollouts(name, n) for n in range(1, STEPS + 1)]
+        rows = zip(same, self.rows("alone"), self.rows(name), strict=True)
+        pairs = [(a, b) for equal, a, b in rows if equal]  # another rollout has other numbers
         differences = {
             field: max(abs(a[field] - b[field]) / max(abs(a[field]), 1e-2) for a, b in pairs)
             for field in pairs[0][0]
