@@ -127,7 +127,7 @@ class Bench:
         rows = zip(same, self.rows("alone"), self.rows(name), strict=True)
         pairs = [(a, b) for equal, a, b in rows if equal]  # another rollout has other numbers
         differences = {
-            field: max(abs(a[field] - b[field]) / max(abs(a[field]), 1e-2) for a, b in pairs)
+            field: max(abs(a[field] - b[field]) / max(abs(a[field]), 1e-2) for a, b in pairs if field in a)
             for field in pairs[0][0]
             if not field.startswith(NOT_THE_RUN) and isinstance(pairs[0][0][field], int | float)
         }
