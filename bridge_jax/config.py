@@ -48,7 +48,8 @@ def default() -> ConfigDict:
 
     c.retriever = ConfigDict()
     c.retriever.encoder = "intfloat/e5-base-v2"
-    c.retriever.query_prefix = "auto"  # auto = by the encoder's family ("query: " for E5, none otherwise)
+    c.retriever.pooling = "auto"  # mean | cls | last; auto = as the encoder's files or name say (models/recipe.py)
+    c.retriever.query_prefix = "auto"  # likewise ("query: " for E5, none where nothing is said)
     c.retriever.passage_prefix = "auto"
     c.retriever.max_length = 256
     c.retriever.lora_rank = 16
@@ -273,6 +274,7 @@ _CHOICES = {
     "policy.algorithm": ("grpo", "ppo"),
     "policy.compute_dtype": ("float32", "bfloat16"),
     "policy.attention": ("auto", "xla", "cudnn", "splash"),
+    "retriever.pooling": ("auto", "mean", "cls", "last"),
     "index.kind": ("auto", "scann", "exact", "approx", "bm25"),
     "index.merge": ("score", "rank"),
     "grpo.advantage": ("grpo", "dr_grpo"),

@@ -39,7 +39,10 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         help='files of passages, or "embedded" or "mini" for those that come with the package',
     )
-    p.add_argument("--encoder", help="BERT/E5 encoder: a folder, a Hugging Face id, or a pocket model's name (needed but for bm25)")
+    p.add_argument(
+        "--encoder",
+        help="E5, BGE, Qwen3-Embedding, ...: a folder, a Hugging Face id, or a pocket model's name (needed but for bm25)",
+    )
     p.add_argument("--out", required=True, help="index folder to write")
     p.add_argument(
         "--kind",
@@ -60,8 +63,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="of encoding; auto: bfloat16 on TPU and GPU"
     )
-    p.add_argument("--query-prefix", help='put before every query (default: "query: " for E5 encoders, nothing for others)')
-    p.add_argument("--passage-prefix", help='put before every passage (default: "passage: " for E5 encoders, nothing for others)')
+    p.add_argument(
+        "--pooling", choices=("mean", "cls", "last"), help="of token states (default: as the encoder's files or name say)"
+    )
+    p.add_argument("--query-prefix", help='put before every query (default: as the encoder\'s files or name say, "query: " for E5)')
+    p.add_argument("--passage-prefix", help='put before every passage (default: likewise, "passage: " for E5)')
     p.add_argument("--force", action="store_true", help="replace the index in the folder, whatever it was built from")
     distributed.add_flags(p)
     return p
@@ -135,6 +141,7 @@ def _build(args, corpus, part: tuple[int, int] | None, queries):
         query_prefix=args.query_prefix,
         passage_prefix=args.passage_prefix,
         max_length=args.max_length,
+        pooling=args.pooling,
     )
     wait = part is None and jax.process_count() > 1  # on a pod, all processes end with the index
     return build_index(

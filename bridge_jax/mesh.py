@@ -135,6 +135,12 @@ def param_sharding(
     return NamedSharding(mesh, _fit(mesh, spec, shape, "/".join(path), heads))
 
 
+def common_units(*units: Mapping[str, int]) -> dict[str, int]:
+    """Units for a tree that holds parameters of several models: of a module that more than one has, what splits all of theirs."""
+    names = {name for one in units for name in one}
+    return {name: math.gcd(*(one[name] for one in units if name in one)) for name in sorted(names)}
+
+
 def tree_path(key_path) -> tuple[str, ...]:
     """The names along a jax key path of nested dicts."""
     return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in key_path)

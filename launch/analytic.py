@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bridge_jax.models.e5 import BertConfig
+from bridge_jax.models.e5 import BertConfig, Shape
 from bridge_jax.models.qwen2 import Qwen2Config
 from bridge_jax.training import flops
 
@@ -18,7 +18,9 @@ def training(c: Qwen2Config, rows: int, length: int, adapter: bool, reference: b
     return weights * ((2 if adapter else 3) + reference) + attention * (3 + reference)
 
 
-def encoding(c: BertConfig, rows: int, length: int) -> float:
-    """An encoder's forward pass over whole rows: every token sees every other."""
+def encoding(c: Shape, rows: int, length: int) -> float:
+    """An encoder's forward pass over whole rows: every token sees every other, in a decoder those before it."""
+    if not isinstance(c, BertConfig):
+        return forward(c, rows * length, rows * flops.causal(length), 0)
     layer = 4 * c.hidden_size**2 + 2 * c.hidden_size * c.intermediate_size
     return c.num_layers * rows * (2 * length * layer + 4 * c.hidden_size * length**2)

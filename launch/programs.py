@@ -133,10 +133,11 @@ class _Builder:
         if len(local) % ways:
             raise UserError(f"config.mesh.rollout_tensor={ways}: must divide the {len(local)} chips of a host")
         self.rollout = Mesh(np.asarray(local).reshape(-1, 1, ways), meshes.AXES, axis_types=(AxisType.Auto,) * 3)
-        self.units = self.shape.units | self.encoder_shape.units
+        self.units = meshes.common_units(self.shape.units, self.encoder_shape.units)
         self.lora = policy_lora(config)
         self.settings = training.step_config(config)
-        self.encoder = e5.Bert(self.encoder_shape, jnp.float32, retriever_lora(config), self.train)
+        adapter = retriever_lora(config, self.encoder_shape)
+        self.encoder = e5.make_module(self.encoder_shape, "mean", jnp.float32, adapter, self.train)
         self.policy = self._model(self.train)
         self.modules = bilevel.Modules(self.policy, self.encoder, *bilevel.make_optimizers(self.settings))
 

@@ -83,6 +83,7 @@ def _of_encoder(retriever) -> dict:
         "pooling": encoder.pooling,
         "query_prefix": encoder.query_prefix,
         "passage_prefix": encoder.passage_prefix,
+        "append_eos": encoder.append_eos,
         "max_length": encoder.max_length,  # of a query and of an embedded passage, in tokens
     }
 

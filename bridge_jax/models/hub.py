@@ -50,7 +50,11 @@ _ENCODER = {
     ("layers", "output"): "encoder.layer.{}.output.dense",
     ("layers", "output_norm"): "encoder.layer.{}.output.LayerNorm",
 }
-MODULES = {"qwen2": _DECODER, "bert": _ENCODER}  # Qwen3 and Llama checkpoints use the names of qwen2
+MODULES = {  # Qwen3 and Llama checkpoints use the names of qwen2, XLM-RoBERTa's those of bert
+    "qwen2": _DECODER,
+    "embedder": {path: name.removeprefix("model.") for path, name in _DECODER.items()},  # a decoder without a head
+    "bert": _ENCODER,
+}
 
 _DTYPES = {
     "F64": np.dtype(np.float64),
@@ -103,16 +107,16 @@ def resolve(id_or_folder: str | Path) -> Path:
         raise UserError(f"model {name} cannot be fetched from the hub ({why}); check the id, or give a local folder") from None
 
 
-def read_json(path: Path) -> dict:
-    """The JSON object in `path`; UserError when missing or malformed."""
+def read_json(path: Path, kind: type = dict) -> Any:
+    """The JSON object (or, for `kind` list, array) in `path`; UserError when missing or malformed."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} is missing; the model folder is incomplete, fetch it again") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid JSON ({error}); fetch it again") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} does not hold a JSON object; fetch it again")
+    if not isinstance(value, kind):
+        raise UserError(f"{path} does not hold a JSON {'object' if kind is dict else 'array'}; fetch it again")
     return value
 
 

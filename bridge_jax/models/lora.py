@@ -22,6 +22,7 @@ from bridge_jax.files import write_text
 from bridge_jax.models import hub
 
 E5_TARGETS = ("query", "key", "value", "attention_output")
+TOWER_TARGETS = {"bert": E5_TARGETS, "embedder": ("q_proj", "k_proj", "v_proj", "o_proj")}  # a query tower's, by `hub.MODULES`
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def save_peft(folder: str | Path, lora: Mapping, config: LoRAConfig, arch: str, 
         return
     settings = {
         "peft_type": "LORA",
-        "task_type": "FEATURE_EXTRACTION" if arch == "bert" else "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if arch == "qwen2" else "FEATURE_EXTRACTION",
         "base_model_name_or_path": base_name,
         "r": config.rank,
         "lora_alpha": config.alpha,

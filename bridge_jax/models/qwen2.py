@@ -33,6 +33,8 @@ from bridge_jax.models.decoder_config import Qwen2Config, ids_of, one_or_list
 from bridge_jax.models.layers import INIT, Dense, Embed, RMSNorm, rope, rotate
 from bridge_jax.models.lora import LoRAConfig, check_lora
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "sentencepiece.bpe.model", "vocab.txt", "vocab.json")
+
 
 class Block(nn.Module):
     """One decoder layer, as the body of a scan over layers."""
@@ -284,9 +286,9 @@ def load_tokenizer(id_or_folder: str | Path):
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = hub.resolve(id_or_folder)
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         # transformers would return an empty tokenizer, which maps every text to nothing
-        raise UserError(f"{folder} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json); fetch the folder again")
+        raise UserError(f"{folder} has no tokenizer ({', '.join(_TOKENIZER_FILES)}); fetch the folder again")
     kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
         return kind.from_pretrained(folder)

@@ -22,6 +22,7 @@ ENCODER_FIELDS = {
     "pooling": ("pooling", "load the encoder with that pooling"),
     "query_prefix": ("query prefix", "load the encoder with that prefix"),
     "passage_prefix": ("passage prefix", "load the encoder with that prefix"),
+    "append_eos": ("an end token after every text:", "load the encoder with the same tokenizer"),
     "max_length": ("max length", "load the encoder with that length"),
     "dim": ("vector dimensions", "load that encoder"),
 }
@@ -39,6 +40,7 @@ class Manifest:
     corpus_path: a file or a list of files; with `limit`, what `Corpus.open` takes. kind: "scann" or "exact". store: as
     `vectors.STORES`. scann: the searcher's parameters, None without one. tuned: what `tuning.tune` measured, None without a tuning.
     unusable: vectors that are zero or were not finite. imported: the file the vectors come from, None when they were encoded.
+    append_eos: as `models.e5.Encoder`.
     """
 
     encoder_name: str
@@ -58,6 +60,7 @@ class Manifest:
     tuned: dict | None = None
     unusable: int = 0
     imported: str | None = None
+    append_eos: bool = False
     versions: dict = field(default_factory=dict)
     format: int = FORMAT
 
@@ -82,7 +85,7 @@ def make_manifest(encoder, corpus, kind: str, store: str = "bfloat16") -> Manife
 
 def of_encoder(encoder) -> dict:
     """The manifest's fields that an encoder decides."""
-    names = ("pooling", "query_prefix", "passage_prefix", "max_length")
+    names = ("pooling", "query_prefix", "passage_prefix", "append_eos", "max_length")
     own = {name: getattr(encoder, name) for name in names}
     return {"encoder_name": str(encoder.name), "encoder_fingerprint": encoder.fingerprint, "dim": encoder.dim, **own}
 

@@ -52,6 +52,7 @@ def open_parts(
         query_prefix=first.query_prefix,
         passage_prefix=first.passage_prefix,
         max_length=first.max_length,
+        pooling=first.pooling,
     )
     indexes = [open_index(folder, tower, corpus, kind) for folder, corpus in zip(folders, opened)]
     if len(indexes) == 1:

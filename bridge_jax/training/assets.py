@@ -19,7 +19,7 @@ from bridge_jax.files import as_path, local_copy
 from bridge_jax.mesh import batch_ways, make_mesh, rollout_mesh, shard_tree
 from bridge_jax.models import e5, hub, qwen2
 from bridge_jax.models.attention_kernels import choose_backend
-from bridge_jax.models.lora import E5_TARGETS, LoRAConfig
+from bridge_jax.models.lora import LoRAConfig
 from bridge_jax.retrieval.corpus import Corpus
 from bridge_jax.retrieval.retriever import Retriever
 from bridge_jax.rollout.episodes import RolloutConfig, RolloutEngine
@@ -141,20 +141,16 @@ def policy_lora(config: ConfigDict) -> LoRAConfig | None:
     return LoRAConfig(config.policy.lora_rank, config.policy.lora_alpha, tuple(config.policy.lora_targets))
 
 
-def retriever_lora(config: ConfigDict) -> LoRAConfig:
-    return LoRAConfig(config.retriever.lora_rank, config.retriever.lora_alpha, E5_TARGETS)
+def retriever_lora(config: ConfigDict, shape: e5.Shape) -> LoRAConfig:
+    """shape: the encoder module's `config`."""
+    return e5.tower_lora(shape, config.retriever.lora_rank, config.retriever.lora_alpha)
 
 
 def load_encoder(config: ConfigDict, mesh: Mesh | None) -> e5.Encoder:
-    prefix = {"auto": None}
-    return e5.load(
-        config.retriever.encoder,
-        mesh=mesh,
-        lora=retriever_lora(config),
-        query_prefix=prefix.get(config.retriever.query_prefix, config.retriever.query_prefix),
-        passage_prefix=prefix.get(config.retriever.passage_prefix, config.retriever.passage_prefix),
-        max_length=config.retriever.max_length,
-    )
+    r = config.retriever
+    given = {name: r[name] for name in ("pooling", "query_prefix", "passage_prefix") if r[name] != "auto"}
+    encoder = e5.load(r.encoder, mesh=mesh, max_length=r.max_length, **given)
+    return dataclasses.replace(encoder, module=encoder.module.clone(lora=retriever_lora(config, encoder.module.config)))
 
 
 def refuse_strange_corpus(config: ConfigDict) -> None:

@@ -34,7 +34,7 @@ from bridge_jax.data.qa import Question, load_questions
 from bridge_jax.data.stream import Mixture, QuestionStream
 from bridge_jax.errors import UserError
 from bridge_jax.files import as_path, write_text, written_locally
-from bridge_jax.models import pocket_models, qwen2
+from bridge_jax.models import e5, pocket_models, qwen2
 from bridge_jax.models.lora import merge_lora, save_peft
 from bridge_jax.objectives import rewards, scoring
 from bridge_jax.objectives.bilevel import BridgeState
@@ -377,4 +377,6 @@ def export(workdir: Path, config: ConfigDict, assets: Assets, state: BridgeState
     with written_locally(workdir / "policy") as folder:
         qwen2.save(folder, assets.policy, params, assets.tokenizer)
     with written_locally(workdir / "retriever") as folder:
-        save_peft(folder, state.retriever, retriever_lora(config), "bert", pocket_models.upstream(config.retriever.encoder))
+        shape = assets.encoder.module.config
+        adapter, base = retriever_lora(config, shape), pocket_models.upstream(config.retriever.encoder)
+        save_peft(folder, state.retriever, adapter, e5.architecture(shape), base)

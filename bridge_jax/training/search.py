@@ -64,6 +64,8 @@ def open_or_build(config: ConfigDict, encoder: e5.Encoder, corpus: Corpus, folde
             )
         return open_index(folder, encoder, corpus, None if kind == "auto" else kind, mesh)
     what = (encoder.fingerprint, encoder.max_length, encoder.query_prefix, encoder.passage_prefix, corpus.fingerprint, kind)
+    if encoder.pooling != "mean":  # that of older names
+        what += (encoder.pooling, encoder.append_eos)
     name = f"{Path(config.retriever.encoder).name}-{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}"
     index = build_index(corpus, encoder, cache_dir() / "indexes" / name, "exact" if kind == "approx" else kind)
     if mesh is None and kind != "approx":

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from bridge_jax.mesh import shardings
+from bridge_jax.mesh import common_units, shardings
 from bridge_jax.models.lora import init_lora
 from bridge_jax.models.value import init_critic
 from bridge_jax.objectives import bilevel, ppo_step, two_state
@@ -96,7 +96,7 @@ class Learner:
         settings = step_config(config)
         self.modules = bilevel.Modules(assets.policy, assets.tower.module, *bilevel.make_optimizers(settings))
         self._settings = settings
-        self._units = assets.policy.config.units | assets.tower.module.config.units
+        self._units = common_units(assets.policy.config.units, assets.tower.module.config.units)
         self._frozen = bilevel.Frozen(_reference(config, assets), assets.tower.params)
         self._shardings = None if assets.mesh is None else shardings(assets.mesh, self.abstract_state(), self._units)
         placed, whole = {}, {}
@@ -187,7 +187,7 @@ def make_state(config: ConfigDict, settings: bilevel.StepConfig, modules: bileve
         trained = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), policy)
     else:
         trained = init_lora(jax.random.fold_in(key, 1), policy, policy_lora(config))
-    retriever = init_lora(jax.random.fold_in(key, 2), encoder, retriever_lora(config))
+    retriever = init_lora(jax.random.fold_in(key, 2), encoder, retriever_lora(config, modules.encoder.config))
     critic = None
     if _ppo(config):
         critic = init_critic(jax.random.fold_in(key, 4), policy, None if full else policy_lora(config))

@@ -92,7 +92,7 @@ def test_evaluation_is_the_engines_greedy_rollout(taught, monkeypatch):
     monkeypatch.undo()
 
     # the engine is kept between evaluations; a fresh retriever LoRA is the base retriever
-    engine, config = evaluation_engine(assets), retriever_lora(taught.world.config)
+    engine, config = evaluation_engine(assets), retriever_lora(taught.world.config, assets.encoder.module.config)
     assert engine.config.batch_groups == 4  # batch_groups x group_size
     lora = init_lora(jax.random.key(0), assets.encoder.params, config)
     first = evaluate_sets(assets, {"params": taught.params}, {"learnt": known}, engine=engine, progress=False)

@@ -143,22 +143,6 @@ def test_length_is_cut_with_the_last_token_kept(tiny):
 # --- prefixes
 
 
-@pytest.mark.parametrize(
-    "name, e5_family",
-    [
-        ("intfloat/e5-base-v2", True),
-        ("/models/e5-small", True),
-        ("/hub/models--intfloat--e5-base-v2/snapshots/0123abc", True),
-        ("intfloat/multilingual-e5-base", True),
-        ("minilm-l6-v2", False),
-        ("/home/e5/minilm", False),
-        ("some/core5-model", False),
-    ],
-)
-def test_family_by_name(name, e5_family):
-    assert e5.is_e5(name) == e5_family
-
-
 def test_prefix_is_added_once_in_tokenize(tmp_path):
     tiny_bert(tmp_path / "e5-tiny")
     encoder = e5.load(tmp_path / "e5-tiny", max_length=64)
@@ -305,7 +289,8 @@ def test_tensors_must_fit(copy, extra, missing):
 @pytest.mark.parametrize(
     "change, named",
     [
-        ({"model_type": "qwen2"}, "qwen2"),
+        ({"model_type": "qwen2", "hidden_act": "silu"}, "qwen2 decoder whose pooling"),
+        ({"model_type": "t5"}, "'t5' is no text encoder"),
         ({"hidden_act": "gelu_new"}, "gelu_new"),
         ({"position_embedding_type": "relative_key"}, "relative_key"),
         ({"is_decoder": True}, "is_decoder"),
@@ -323,9 +308,9 @@ def test_another_architecture_is_refused_by_name(copy, change, named):
 
 def test_another_pooling_is_refused(copy):
     (copy / "1_Pooling").mkdir()
-    modes = {"word_embedding_dimension": 32, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+    modes = {"word_embedding_dimension": 32, "pooling_mode_max_tokens": True, "pooling_mode_mean_tokens": False}
     (copy / "1_Pooling" / "config.json").write_text(json.dumps(modes))
-    with pytest.raises(UserError, match="pooling_mode_cls_token"):
+    with pytest.raises(UserError, match="pooling_mode_max_tokens"):
         e5.load(copy, max_length=64)
     modes = {"word_embedding_dimension": 32, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
     (copy / "1_Pooling" / "config.json").write_text(json.dumps(modes))

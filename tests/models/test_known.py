@@ -17,6 +17,12 @@ from bridge_jax.models import e5, hub, known, qwen2
         ("Qwen/Qwen2.5-3B-Instruct", 3_085_938_688),
         ("Qwen/Qwen2.5-7B", 7_615_616_512),
         ("Qwen/Qwen2.5-14B", 14_770_033_664),
+        ("Qwen/Qwen3-0.6B", 596_049_920),
+        ("Qwen/Qwen3-1.7B", 1_720_574_976),
+        ("Qwen/Qwen3-4B", 4_022_468_096),
+        ("Qwen/Qwen3-8B-Base", 8_190_735_360),
+        ("Qwen/Qwen3-14B", 14_768_307_200),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 8_030_261_248),
         ("smollm2-135m-instruct", 134_515_008),
     ],
 )
@@ -24,10 +30,24 @@ def test_policies_have_the_published_number_of_parameters(name, count):
     assert sum(math.prod(x.shape) for x in jax.tree.leaves(qwen2.abstract_params(known.policy_config(name)))) == count
 
 
-@pytest.mark.parametrize(("name", "count"), [("intfloat/e5-base-v2", 109_482_240), ("intfloat/e5-large-v2", 335_141_888)])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("intfloat/e5-base-v2", 109_482_240),
+        ("intfloat/e5-large-v2", 335_141_888),
+        ("BAAI/bge-base-en-v1.5", 109_482_240),
+        ("intfloat/multilingual-e5-small", 117_653_760),
+        ("intfloat/multilingual-e5-base", 278_043_648),
+        ("intfloat/multilingual-e5-large", 559_890_432),
+        ("BAAI/bge-m3", 567_754_752),
+        ("Qwen/Qwen3-Embedding-0.6B", 595_776_512),
+        ("Qwen/Qwen3-Embedding-8B", 7_567_295_488),
+    ],
+)
 def test_encoders_too(name, count):
     config = known.encoder_config(name)
-    pooler = config.hidden_size**2 + config.hidden_size  # in the checkpoint, not in the module
+    bert = e5.architecture(config) == "bert"
+    pooler = config.hidden_size**2 + config.hidden_size if bert else 0  # in the checkpoint, not in the module
     assert sum(math.prod(x.shape) for x in jax.tree.leaves(e5.abstract_params(config))) + pooler == count
 
 

@@ -11,7 +11,7 @@ from virtual_devices import run_on_devices
 
 from bridge_jax import config as configuration
 from bridge_jax import mesh as meshes
-from bridge_jax.models import e5, qwen2
+from bridge_jax.models import e5, known, qwen2
 from bridge_jax.objectives.bilevel import Modules, make_optimizers
 from bridge_jax.training.state import make_state, step_config
 
@@ -23,9 +23,8 @@ E5_BASE = e5.BertConfig(30522, 768, 3072, 12, 12, 512)
 EXCEPTIONS = {("embed", "embedding"), ("positions",)}
 
 
-def replicated(mesh, tree):
+def replicated(mesh, tree, units):
     """Paths of the leaves above 1 MiB of which every device has all."""
-    units = QWEN_3B.units | E5_BASE.units
     places = jax.tree.leaves(meshes.shardings(mesh, tree, units))
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     assert len(leaves) == len(places)
@@ -36,12 +35,19 @@ def replicated(mesh, tree):
     }
 
 
-@pytest.mark.parametrize("overrides", [(), ("policy.trainable=lora",), ("method.name=search_r1", "policy.algorithm=ppo")])
-def test_no_large_leaf_of_a_3b_state_is_replicated(overrides):
+@pytest.mark.parametrize(
+    "overrides, tower",
+    [
+        ((), E5_BASE),
+        (("policy.trainable=lora",), known.encoder_config("Qwen/Qwen3-Embedding-4B")),
+        (("method.name=search_r1", "policy.algorithm=ppo"), E5_BASE),
+    ],
+)
+def test_no_large_leaf_of_a_3b_state_is_replicated(overrides, tower):
     config = configuration.load(ROOT / "configs" / "qwen2_5_3b.py", overrides)
     settings = step_config(config)
-    modules = Modules(qwen2.Qwen2(QWEN_3B), e5.Bert(E5_BASE), *make_optimizers(settings))
-    policy, encoder = qwen2.abstract_params(QWEN_3B), e5.abstract_params(E5_BASE)
+    modules = Modules(qwen2.Qwen2(QWEN_3B), e5.make_module(tower, "mean"), *make_optimizers(settings))
+    policy, encoder = qwen2.abstract_params(QWEN_3B), e5.abstract_params(tower)
     state = jax.eval_shape(functools.partial(make_state, config, settings, modules), policy, encoder)
     moments = [leaf for leaf in jax.tree.leaves(state.policy_opt) if leaf.ndim]
     assert len(moments) == 2 * len(jax.tree.leaves(state.policy)) and (state.critic is not None) == bool(
@@ -49,9 +55,10 @@ def test_no_large_leaf_of_a_3b_state_is_replicated(overrides):
     )
     for shape in ((1, 8, 1), (2, 2, 2), (1, 4, 2), (1, 2, 4)):
         mesh = AbstractMesh(shape, meshes.AXES, axis_types=(AxisType.Auto,) * 3)
-        assert replicated(mesh, state) == set()
-        assert replicated(mesh, policy) == set()
-        assert replicated(mesh, encoder) <= EXCEPTIONS
+        both = meshes.common_units(QWEN_3B.units, tower.units)
+        assert replicated(mesh, state, both) == set()
+        assert replicated(mesh, policy, QWEN_3B.units) == set()
+        assert replicated(mesh, encoder, tower.units) <= EXCEPTIONS
 
 
 # A momentum is the first step's gradient, and lies like an optimiser's moments.
