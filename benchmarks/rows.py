@@ -10,6 +10,8 @@ BASELINES = {
     "vt_search_llds": "vt_search_minibatches",
     "decoupled_rl_clamp": "decoupled_rl",
 }
+# Methods of other papers that train the retriever, or the agent, their own way.
+COMPARATORS = ("replug", "replug_pdist")
 
 
 def rows_of(group_size: int) -> dict[str, dict[str, dict[str, object]]]:
@@ -19,12 +21,15 @@ def rows_of(group_size: int) -> dict[str, dict[str, dict[str, object]]]:
       group_size: G of the config file.
     """
     methods = {name: {"method.name": name} for name in METHODS}
+    comparators = {name: methods[name] for name in COMPARATORS}
+    main = {name: changes for name, changes in methods.items() if name not in COMPARATORS}
     bridge, vt = methods["bridge"], methods["vt_search"]
     # METHOD 11: 0.2 is reported too strong for small models. It looks at what fell since the rollouts: several minibatches.
     several = {"grpo.minibatch_questions": 8}
     guard = several | {"grpo.llds": 0.01}
     return {
-        "main": methods | {"search_r1_ppo": methods["search_r1"] | {"policy.algorithm": "ppo"}},
+        "main": main | {"search_r1_ppo": methods["search_r1"] | {"policy.algorithm": "ppo"}},
+        "comparators": {"bridge": bridge, "vt_search": vt} | comparators,
         "order": {name: methods[name] for name in ("vt_search", "rag_then_rl", "rl_then_rag", "bridge")},
         "rollouts": {
             "bridge": bridge,

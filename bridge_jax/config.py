@@ -116,7 +116,8 @@ def default() -> ConfigDict:
     c.ppo.value_clip = 0.5
 
     c.credit = ConfigDict()
-    c.credit.tau = 1.0
+    c.credit.tau = 1.0  # of the retriever's softmax over the candidates (REPLUG's gamma; its paper has 0.1)
+    c.credit.likelihood_tau = 0.1  # REPLUG's beta: of its softmax over the answer's likelihoods
     c.credit.gamma = 0.02
     c.credit.golds = 1  # gold answers scored; > 1 = log-mean-exp over the first ones
     c.credit.clamp_negative = False  # advantages clamped at 0 for the retriever
@@ -301,6 +302,7 @@ _AT_LEAST = {  # smallest allowed value; numbers not named here must be >= 0
     "grpo.minibatch_questions": 1,
     "grpo.microbatch": 1,
     "credit.tau": 1e-6,
+    "credit.likelihood_tau": 1e-6,
     "credit.golds": 1,
     "credit.period": 1,
     "credit.max_turns": 1,

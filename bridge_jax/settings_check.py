@@ -182,6 +182,8 @@ def unread(config: ConfigDict) -> dict[str, str]:
         return found | {f"retriever.{field}": why for field in ("lora_rank", "lora_alpha")}
     if not method.use_rag:
         found["credit.gamma"] = f"method {name} has no RAG term"
+    if method.distil != "replug":
+        found["credit.likelihood_tau"] = f"method {name} has no softmax over likelihoods"
     if not method.use_outcome:
         found |= {f"credit.{field}": f"method {name} has no outcome credit" for field in ("clamp_negative", "shown_only")}
     if config.credit.target == "answer":

@@ -32,7 +32,8 @@ BOTH = Stage(retriever=True, policy=True)
 class Method:
     """A row of the table.
 
-    use_outcome, use_rag: the retriever's loss has J_ret, has gamma L_RAG (METHOD 3). Neither: eta stays the base encoder.
+    use_outcome, use_rag, distil: the retriever's loss has J_ret, has gamma L_RAG (METHOD 3), distils the policy's likelihoods
+      (`objectives.rag`). None of them: eta stays the base encoder.
     estimator: the policy's gradient (METHOD 1). "one_state": grad J_RL. "drop": + gamma grad L_RAG(eta_gamma). "two_state":
       + gamma [grad L_RAG(eta_gamma) - grad L_RAG(eta*)], which carries eta*, a second retriever that descends L_RAG alone.
     implied, at_most: config fields that choosing the method sets, or caps, unless the command line says otherwise. An implied value
@@ -43,6 +44,7 @@ class Method:
     stages: tuple[Stage, ...]
     use_outcome: bool = False
     use_rag: bool = False
+    distil: str = ""
     estimator: str = "one_state"
     implied: Mapping[str, object] = dataclasses.field(default_factory=dict)
     at_most: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -89,6 +91,11 @@ METHODS = {
     ),
     "decoupled_rl": Method("outcome credit alone (gamma = 0) beside each policy step", (BOTH,), use_outcome=True),
     "decoupled_rag": Method("RAG likelihood alone (A = 0) beside each policy step", (BOTH,), use_rag=True),
+    # Retrievers trained by other losses, on the same turns beside the same policy steps.
+    "replug": Method(
+        "REPLUG's LSR: KL(retriever | softmax of answer likelihoods) beside each policy step", (BOTH,), distil="replug"
+    ),
+    "replug_pdist": Method("Atlas' PDist: KL(posterior of the answer | retriever) likewise", (BOTH,), distil="replug_pdist"),
     # Other estimators of the policy's gradient (METHOD 1).
     "two_state": Method(
         "bridge, and the policy's gradient has the pair of RAG terms, at eta_gamma and at eta*",

@@ -51,6 +51,8 @@ def retriever_loss_config(config: ConfigDict) -> RetrieverLossConfig | None:
         gamma=c.gamma,
         use_outcome=method.use_outcome,
         use_rag=method.use_rag,
+        distil=method.distil,
+        likelihood_tau=c.likelihood_tau,
         clamp_negative=c.clamp_negative,
         anchor=c.anchor,
         credit_shown=config.rollout.shown if c.shown_only else 0,

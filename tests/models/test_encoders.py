@@ -74,12 +74,13 @@ def tiny_qwen3(folder, appends=True):
 def declare(folder, pooling, prompts=None, modules=("Transformer", "Pooling", "Normalize"), **more):
     """The files of sentence-transformers."""
     listed = [
-        {"idx": i, "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
+        {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
         for i, kind in enumerate(modules)
     ]
     (folder / "modules.json").write_text(json.dumps(listed))
     (folder / "1_Pooling").mkdir(exist_ok=True)
     modes = {mode: name == pooling for name, mode in MODES.items()} | {"pooling_mode_max_tokens": False, "include_prompt": True}
+    modes["word_embedding_dimension"] = 32
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(modes | more))
     (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts or {}, "default_prompt_name": None}))
 

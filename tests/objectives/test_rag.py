@@ -169,7 +169,63 @@ def test_a_sharp_likelihood_moves_mass_where_p_is_flat():
     assert float(w.max()) > 0.85
 
 
+def divergence(scores, likelihood, tau, beta, how):
+    """(KL [U], its gradient to the scores [U, C]) in float64, as the papers write them."""
+    s, logs = np.asarray(scores, np.float64) / tau, np.asarray(likelihood, np.float64)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    q = np.exp(np.exp(logs) / beta) if how == "replug" else np.exp(logs)
+    q /= q.sum(-1, keepdims=True)
+    if how == "replug":
+        kl = (p * np.log(p / q)).sum(-1)
+        return kl, p * (np.log(p / q) - kl[:, None]) / tau
+    return (q * np.log(q / p)).sum(-1), (p - q) / tau
+
+
+@pytest.mark.parametrize("how", ["replug", "replug_pdist"])
+@pytest.mark.parametrize(("tau", "beta"), [(1.0, 0.1), (0.1, 0.5)])
+def test_distillation_against_its_closed_form(how, tau, beta):
+    queries, docs, likelihood, advantages, mask = inputs()
+    likelihood = likelihood / 4  # answers of some probability: REPLUG's softmax is over those, not over their logarithms
+    scores = jnp.einsum("ud,ucd->uc", queries, docs) / 4
+    config = RetrieverLossConfig(tau=tau, use_outcome=False, use_rag=False, distil=how, likelihood_tau=beta)
+    (total, sums), grad = jax.value_and_grad(
+        lambda s: (lambda out: (out[0], out[2]))(score_loss(s, likelihood, advantages, mask, config)), has_aux=True
+    )(scores)
+    kl, expected = divergence(scores, likelihood, tau, beta, how)
+    real = np.asarray(mask)
+    assert float(total) == pytest.approx(kl[real].sum(), rel=1e-4) and kl.min() > 1e-3
+    assert float(sums["retriever/distil_kl"]) == pytest.approx(float(total), rel=1e-6)
+    np.testing.assert_allclose(grad, np.where(real[:, None], expected, 0), atol=1e-5 / tau)
+    # The outcome does not enter, and a retriever that ranks as the language model does has nothing to learn.
+    np.testing.assert_array_equal(jax.grad(lambda s: score_loss(s, likelihood, advantages * 0, mask, config)[0])(scores), grad)
+    done = tau * (jnp.exp(likelihood) / beta if how == "replug" else likelihood)
+    settled = score_loss(done, likelihood, advantages, mask, config)
+    assert float(settled[0]) == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize("how", ["replug", "replug_pdist"])
+def test_distillation_leaves_out_what_is_no_candidate(how):
+    queries, docs, likelihood, advantages, mask = inputs()
+    present = jnp.arange(C)[None] < jnp.array([8, 5, 6, 8, 1])[:, None]
+    config = RetrieverLossConfig(use_outcome=False, use_rag=False, distil=how)
+    junk = jnp.where(present, likelihood, jnp.nan), jnp.where(present[..., None], docs, 7.0)
+
+    def loss(queries, docs, likelihood, rows=slice(None), doc_mask=None):
+        return retriever_loss(queries[rows], docs[rows], likelihood[rows], advantages[rows], mask[rows], config, doc_mask)[0]
+
+    grad = jax.grad(loss)(queries, junk[1], junk[0], doc_mask=present)
+    for u, n in enumerate([8, 5, 6, 8, 1]):
+        alone = jax.grad(loss)(queries, docs[:, :n], likelihood[:, :n], slice(u, u + 1))
+        np.testing.assert_allclose(grad[u], alone[u], atol=1e-6)
+    assert np.abs(grad).max() > 1e-3 and not np.asarray(grad[3]).any()
+
+
 def test_bad_options_are_refused():
+    with pytest.raises(ValueError, match="likelihood_tau"):
+        RetrieverLossConfig(likelihood_tau=0.0)
+    with pytest.raises(ValueError, match="distil 'kl'"):
+        RetrieverLossConfig(distil="kl")
     with pytest.raises(ValueError, match="tau"):
         RetrieverLossConfig(tau=0.0)
     with pytest.raises(ValueError, match="switch the retriever update off"):

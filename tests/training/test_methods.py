@@ -71,7 +71,7 @@ def moved(workdir, part):
 def test_configuration_and_registry_name_the_same_methods():
     assert set(configuration.METHODS) == set(METHODS)
     for method in METHODS.values():
-        assert method.summary and method.trains_retriever == (method.use_outcome or method.use_rag)
+        assert method.summary and method.trains_retriever == bool(method.use_outcome or method.use_rag or method.distil)
         known = configuration.flatten(configuration.default())
         assert {*method.implied, *method.at_most} <= set(known)
 
