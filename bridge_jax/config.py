@@ -82,8 +82,10 @@ def default() -> ConfigDict:
     c.rollout.max_prompt_tokens = 4096
     c.rollout.max_response_tokens = 4096  # everything after the prompt, observations included
     c.rollout.max_new_tokens = 2048  # one generation
+    c.rollout.retry_invalid = False  # True: invalid actions, also generations that are too long, get Search-R1's sentence and go on
     c.rollout.min_new_tokens = 0  # one generation: until then it can neither end its text nor close a tag
     c.rollout.max_observation_tokens = 1024
+    c.rollout.cut_inside = False  # a longer one: True = its first tokens are shown, False = its first whole passages
     c.rollout.max_passage_tokens = 0  # of each shown or scored passage; 0 = no limit of its own
     c.rollout.chunk = 32  # tokens decoded between two looks of the host
     c.rollout.batch_groups = 64  # question groups decoded together

@@ -57,11 +57,13 @@ class Environment:
             text = protocol.cut(self.table.decode(row.tokens[row.start :]))
             row.trace.append(("generated", text))
             row.generation += 1
-            if reasons[index] == device.LIMIT:
-                row.end("context_full" if len(row.tokens) >= self.config.max_response_tokens else "truncated")
-                continue
-            action = protocol.parse(text)
             last = row.generation > self.config.max_searches
+            if reasons[index] == device.LIMIT:
+                full = len(row.tokens) >= self.config.max_response_tokens
+                if full or last or not self.config.retry_invalid:
+                    row.end("context_full" if full else "truncated")
+                    continue
+            action = protocol.parse(text)
             if action.kind == "answer":
                 row.answer = action.content
                 row.end("answered")
@@ -73,6 +75,7 @@ class Environment:
                 searches[index] = action.content
             else:
                 message = protocol.EMPTY_QUERY if action.kind == "empty_query" else protocol.MALFORMED
+                message = protocol.RETRY if self.config.retry_invalid else message
                 self.counts["corrective"] += 1
                 corrective = protocol.render_corrective(message, self.tokenizer)
                 if self._observe(row, corrective, "corrective"):
@@ -102,7 +105,7 @@ class Environment:
             row = rows[index]
             passages = [self.retriever.corpus[int(hit)] for hit in hits[: config.shown] if hit >= 0]
             observation = protocol.render_observation(
-                passages, self.tokenizer, config.max_observation_tokens, config.max_passage_tokens
+                passages, self.tokenizer, config.max_observation_tokens, config.max_passage_tokens, config.cut_inside
             )
             history = len(row.tokens)
             fits = self._observe(row, observation, "information")

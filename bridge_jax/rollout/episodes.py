@@ -46,7 +46,7 @@ class RolloutEngine:
     """
 
     def __init__(self, model, tokenizer, eos_ids: Sequence[int], config: RolloutConfig, retriever):
-        least = protocol.least_observation_tokens(tokenizer)
+        least = protocol.least_observation_tokens(tokenizer, config.retry_invalid)
         if config.max_observation_tokens < least:
             raise UserError(f"rollout.max_observation_tokens = {config.max_observation_tokens}: this tokenizer needs {least}")
         self.tokenizer = tokenizer

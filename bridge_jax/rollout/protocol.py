@@ -17,9 +17,10 @@ the same in the last generation                             the rollout ends wit
 ``</answer>`` with its opening tag                          ends, answered
 =========================================================  ==========================================================
 
-A corrective observation uses up one generation, so every rollout ends. Text between ``<information>`` tags comes from the corpus
-and is untrusted: `inert` rewrites anything that looks like a protocol tag, and `encode_untrusted` keeps the tokenizer's special
-tokens out.
+A corrective observation uses up one generation, so every rollout ends. As Search-R1 has it (`retry_invalid`), all three of these
+get the same sentence, `RETRY`, in the first person and outside of a frame, and so does a generation that reached its length. Text
+between ``<information>`` tags comes from the corpus and is untrusted: `inert` rewrites anything that looks like a protocol tag, and
+`encode_untrusted` keeps the tokenizer's special tokens out.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ STOP_STRINGS = (SEARCH_CLOSE, ANSWER_CLOSE)
 EMPTY_QUERY = "The query was empty. Search again or answer."
 MALFORMED = "No valid action. Search or answer."
 NO_SEARCHES_LEFT = "No searches left."
+RETRY = (
+    f"\nMy previous action is invalid. To search, I put the query between {SEARCH_OPEN} and {SEARCH_CLOSE}. To give the "
+    f"final answer, I put it between {ANSWER_OPEN} and {ANSWER_CLOSE}. Let me try again.\n"
+)
 
 # Wider than the exact tags on purpose: "< / Answer >" reads as a tag to a language model too.
 _TAG_LIKE = re.compile(r"<(\s*/?\s*(?:think|search|information|answer)\b[^<>]*)>", re.IGNORECASE)
@@ -136,14 +141,14 @@ def encode_untrusted(tokenizer, text: str) -> list[int]:
 
 
 def render_observation(
-    passages: Sequence[PassageLike], tokenizer, max_tokens: int, max_passage_tokens: int | None = None
+    passages: Sequence[PassageLike], tokenizer, max_tokens: int, max_passage_tokens: int | None = None, cut_inside: bool = False
 ) -> Observation:
     """``\\n\\n<information>Doc 1(Title: ...) text\\nDoc 2(...) ...</information>\\n\\n`` in at most `max_tokens` tokens.
 
     The frame and each document are tokenised apart, so a document has the same tokens whatever its neighbours, and cuts fall
-    between documents: the last passages are dropped whole; only a first passage that does not fit alone is cut, at its end. The
-    closing tag is always kept. `max_passage_tokens` shows no more than the beginning of each passage (None or 0: no limit of
-    its own).
+    between documents: the last passages are dropped whole; only a first passage that does not fit alone is cut, at its end. With
+    `cut_inside` the first tokens stay, whichever document they end in. The closing tag is always kept. `max_passage_tokens` shows
+    no more than the beginning of each passage (None or 0: no limit of its own).
     """
     opening, closing = _frame(tokenizer)
     body: list[int] = []
@@ -152,7 +157,7 @@ def render_observation(
         document = encode_untrusted(tokenizer, ("\n" if number > 1 else "") + render_document(number, passage))
         room = max_tokens - len(opening) - len(body) - len(closing)
         limit = min(len(document), max_passage_tokens or len(document))
-        if limit > room and (shown or room <= 0):
+        if limit > room and ((shown and not cut_inside) or room <= 0):
             break
         keep = min(limit, room)
         body += document[:keep]
@@ -162,8 +167,8 @@ def render_observation(
 
 
 def render_corrective(message: str, tokenizer) -> Observation:
-    """A short message of the environment in the frame of an observation."""
-    opening, closing = _frame(tokenizer)
+    """A short message of the environment in the frame of an observation; `RETRY` stands alone."""
+    opening, closing = ([], []) if message == RETRY else _frame(tokenizer)
     return Observation(np.asarray([*opening, *encode(tokenizer, message), *closing], np.int32))
 
 
@@ -171,9 +176,10 @@ def _frame(tokenizer) -> tuple[list[int], list[int]]:
     return encode(tokenizer, f"\n\n{INFORMATION_OPEN}"), encode(tokenizer, f"{INFORMATION_CLOSE}\n\n")
 
 
-def least_observation_tokens(tokenizer) -> int:
+def least_observation_tokens(tokenizer, retry_invalid: bool = False) -> int:
     """The smallest sensible observation budget: every corrective message and one passage's beginning fit."""
-    corrective = max(len(render_corrective(message, tokenizer).tokens) for message in (EMPTY_QUERY, MALFORMED))
+    messages = (RETRY,) if retry_invalid else (EMPTY_QUERY, MALFORMED)
+    corrective = max(len(render_corrective(message, tokenizer).tokens) for message in messages)
     return max(corrective, sum(map(len, _frame(tokenizer))) + 8)
 
 

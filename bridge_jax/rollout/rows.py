@@ -24,7 +24,9 @@ class RolloutConfig:
     max_searches: executed searches a rollout may make; there are at most max_searches + 1 generations.
     shown / candidates: passages in an observation / passages logged for credit.
     max_new_tokens: of one generation; reaching it ends the rollout as "truncated".
+    retry_invalid: an invalid action is answered as in Search-R1, and reaching max_new_tokens before the last generation is one.
     max_observation_tokens: of one observation, tags included. max_passage_tokens: show only the beginning of each passage (0: all).
+    cut_inside: an observation that is too long ends inside a passage, not before it.
     max_response_tokens: everything after the prompt; what would not fit ends the rollout as "context_full".
     chunk: tokens decoded between two looks of the host. batch_groups: questions in flight.
     top_p, top_k: sample from the most likely tokens only (`drawing.draw_top`; 1 and 0: from all). The recorded log-probs stay those
@@ -47,11 +49,13 @@ class RolloutConfig:
     top_k: int = 0
     min_new_tokens: int = 0
     overlap_search: bool = False
+    retry_invalid: bool = False
+    cut_inside: bool = False
 
     def __post_init__(self):
         for name, value in dataclasses.asdict(self).items():
-            least = 0 if name in ("max_searches", "max_passage_tokens", "top_p", "top_k", "min_new_tokens", "overlap_search") else 1
-            if value < least:
+            least = 0 if name in ("max_searches", "max_passage_tokens", "top_p", "top_k", "min_new_tokens") else 1
+            if not isinstance(value, bool) and value < least:
                 raise UserError(f"rollout.{name} = {value}: must be at least {least}")
         check_sampling(self, "rollout.")
         if self.shown > self.candidates:

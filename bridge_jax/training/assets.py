@@ -184,4 +184,6 @@ def rollout_config(config: ConfigDict) -> RolloutConfig:
         top_k=r.top_k,
         min_new_tokens=r.min_new_tokens,
         overlap_search=r.overlap_search,
+        retry_invalid=r.retry_invalid,
+        cut_inside=r.cut_inside,
     )

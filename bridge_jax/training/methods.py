@@ -63,7 +63,7 @@ METHODS = {
     "bridge": Method("outcome credit and gamma x RAG likelihood, before each policy step", (BOTH,), use_outcome=True, use_rag=True),
     "vt_search": Method("GRPO on the policy alone, the retriever stays as it is", (POLICY,)),
     "search_r1": Method(  # METHOD 9
-        "GRPO on the policy alone as Search-R1 sets it: 4 searches, groups of 5, short turns, a larger KL",
+        "GRPO on the policy alone as Search-R1 sets it: 4 searches, groups of 5, short turns, a larger KL, second tries",
         (POLICY,),
         implied={
             "rollout.max_searches": 4,
@@ -73,6 +73,9 @@ METHODS = {
             "grpo.microbatch": lambda c: math.gcd(c.grpo.microbatch, c.grpo.minibatch_questions * c.grpo.group_size),
             # 0.285 of the steps, in updates.
             "grpo.warmup_steps": lambda c: round(0.285 * c.train.steps * c.train.questions / c.grpo.minibatch_questions),
+            "ppo.critic_warmup_steps": lambda c: round(0.015 * c.train.steps * c.train.questions / c.grpo.minibatch_questions),
+            "rollout.retry_invalid": True,
+            "rollout.cut_inside": True,
             # Room for every search and a last answer.
             "rollout.max_response_tokens": lambda c: max(
                 c.rollout.max_response_tokens,

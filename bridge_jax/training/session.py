@@ -29,7 +29,7 @@ USE_MAY_CHANGE = (
     "index.corpus", "index.folder", "index.kind", "index.limit",
     "rollout.batch_groups", "rollout.chunk", "rollout.prompt", "rollout.shown", "rollout.candidates", "rollout.max_searches",
     "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.max_new_tokens", "rollout.max_observation_tokens",
-    "rollout.max_passage_tokens",
+    "rollout.max_passage_tokens", "rollout.retry_invalid", "rollout.cut_inside",
 )  # fmt: skip
 
 

@@ -215,9 +215,8 @@ class _Draft:
     def _render(self, rows: Sequence[int]) -> protocol.Observation:
         rollout = self.builder.rollout
         passages = [self.builder.corpus[row] for row in rows]
-        return protocol.render_observation(
-            passages, self.builder.tokenizer, rollout.max_observation_tokens, rollout.max_passage_tokens or None
-        )
+        limits = rollout.max_observation_tokens, rollout.max_passage_tokens or None, rollout.cut_inside
+        return protocol.render_observation(passages, self.builder.tokenizer, *limits)
 
     def finish(self) -> Trace:
         """Append the last thought, the answer and the end of text.

@@ -40,9 +40,9 @@ class Script:
     def observation(self, query) -> list[int]:
         hits = tiny.Retriever(self.retriever.corpus).search([query], self.config.candidates).rows[0][: self.config.shown]
         passages = [self.retriever.corpus[int(row)] for row in hits]
-        return protocol.render_observation(
-            passages, self.tokenizer, self.config.max_observation_tokens, self.config.max_passage_tokens
-        ).tokens.tolist()
+        config = self.config
+        limits = config.max_observation_tokens, config.max_passage_tokens, config.cut_inside
+        return protocol.render_observation(passages, self.tokenizer, *limits).tokens.tolist()
 
     def run(self, *samples, prompt_length=3):
         """samples: lists of segments; ("obs", query) and ("say", message) are the environment's. Returns (episodes, metrics)."""

@@ -91,6 +91,32 @@ def test_the_ways_of_a_rollout(tokenizer):
     assert metrics["rollout/generated_tokens"] == sum(episode.generated.sum() for episode in episodes) / 8
 
 
+def test_search_r1_answers_invalid_actions_and_goes_on():
+    """Worked by hand: four actions and a last generation; invalid are no tag, too long a text, and an empty query."""
+    say = ("say", protocol.RETRY)
+    retry = len(protocol.render_corrective(protocol.RETRY, WORDS).tokens)
+    config = dataclasses.replace(
+        CONFIG, max_searches=4, max_observation_tokens=max(retry, 48), max_response_tokens=5 * 12 + 4 * max(retry, 48) + 1,
+        retry_invalid=True,
+    )  # fmt: skip
+    long, seen, end = "the " * config.max_new_tokens, ("obs", "who founded it"), [WORDS.eos_token_id]
+    episodes, metrics = Script(WORDS, config).run(
+        ["the " + QUERY, seen, "who </search>", say, long, say, "<search> </search>", say, ANSWER],
+        [long, say, [*WORDS.encode("the"), *end], say, "the " + QUERY, seen, "red " + QUERY, seen, QUERY],
+        [long, say, long, say, long, say, long, say, long],
+    )
+    assert [episode.status for episode in episodes] == ["answered", "no_answer", "truncated"]
+    assert [len(episode.turns) for episode in episodes] == [1, 2, 0]
+    assert metrics["rollout/corrective"] == (3 + 2 + 4) / 3
+    for episode in episodes:  # the environment's sentence has no log-prob, and its tags are no action
+        kinds = [kind for kind, _ in episode.trace]
+        assert kinds.count("generated") == 5
+        told = [text for kind, text in episode.trace if kind == "corrective" and text != protocol.NO_SEARCHES_LEFT]
+        assert not any("<information>" in text for text in told)  # which tokens were told, `Script.run` compares
+        assert int((~episode.generated).sum()) == retry * len(told) + sum(b - a for a, b in (t.observation for t in episode.turns))
+    assert episodes[0].answer == "the river" and episodes[1].trace[-1] == ("corrective", protocol.NO_SEARCHES_LEFT)
+
+
 def test_text_behind_the_tag_stays_in_the_ids_and_out_of_the_text():
     """`>\\n\\n` is one token here: kept as sampled, cut where it is read."""
     merged = next(i for token, i in BYTES.get_vocab().items() if token == ">ĊĊ")

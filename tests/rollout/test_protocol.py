@@ -74,6 +74,19 @@ def test_cuts_fall_at_the_end_and_keep_the_closing_tag():
         assert BYTES.decode(full.tokens).encode().startswith(body.replace("�".encode(), b""))
 
 
+def test_cut_inside_keeps_the_first_tokens():
+    """Search-R1's rule, but for the closing tag, which stays."""
+    full = protocol.render_observation([RIVER, BLUE, RIVER], BYTES, 1000).tokens
+    closing = len(protocol.encode(BYTES, "</information>\n\n"))
+    sizes = [len(protocol.render_observation([RIVER, BLUE, RIVER][:n], BYTES, 1000).tokens) for n in (1, 2, 3)]
+    for limit in range(protocol.least_observation_tokens(BYTES), len(full) + 2):
+        seen = protocol.render_observation([RIVER, BLUE, RIVER], BYTES, limit, cut_inside=True)
+        size = min(limit, len(full))
+        assert seen.tokens.tolist() == [*full[: size - closing], *full[-closing:]]
+        assert seen.shown == min(3, 1 + sum(limit > size for size in sizes)) and seen.dropped == 3 - seen.shown
+        assert seen.cut == (limit not in sizes and limit < len(full))
+
+
 def test_max_passage_tokens_shows_beginnings():
     seen = protocol.render_observation([RIVER, BLUE], BYTES, 1000, max_passage_tokens=14)
     assert (seen.shown, seen.dropped) == (2, 0)
@@ -149,6 +162,9 @@ def test_special_tokens_are_ordinary_text():
 
 
 def test_corrective_messages():
+    alone = protocol.render_corrective(protocol.RETRY, BYTES)
+    assert BYTES.decode(alone.tokens) == protocol.RETRY and protocol.RETRY.startswith("\nMy previous action is invalid.")
+    assert len(alone.tokens) == protocol.least_observation_tokens(BYTES, retry_invalid=True)
     for message in (protocol.EMPTY_QUERY, protocol.MALFORMED):
         seen = protocol.render_corrective(message, BYTES)
         assert BYTES.decode(seen.tokens) == f"\n\n<information>{message}</information>\n\n"

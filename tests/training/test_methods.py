@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 from bridge_jax import config as configuration
 from bridge_jax import train
 from bridge_jax.errors import UserError
+from bridge_jax.training.assets import rollout_config
 from bridge_jax.training.display import Display
 from bridge_jax.training.methods import METHODS, stage_of, total_steps
 from bridge_jax.training.metrics import read_metrics
@@ -107,6 +108,17 @@ def test_search_r1_at_the_papers_scale_is_the_published_recipe(tmp_path):
     config = configuration.load(path, ["method.name=search_r1", "train.steps=1005"])
     assert (config.grpo.minibatch_questions, config.rollout.max_response_tokens) == (256, 4500)
     assert config.grpo.warmup_steps == round(0.285 * 1005 * 2)  # two updates a step
+    assert (config.rollout.max_searches, config.grpo.group_size, config.grpo.kl_coef, config.grpo.lr) == (4, 5, 1e-3, 1e-6)
+    assert (config.rollout.max_new_tokens, config.rollout.max_observation_tokens, config.rollout.max_prompt_tokens) == (
+        500,
+        500,
+        4096,
+    )
+    assert config.rollout.retry_invalid and config.rollout.cut_inside and rollout_config(config).retry_invalid
+    config = configuration.load(path, ["method.name=search_r1", "policy.algorithm=ppo", "train.steps=1005"])
+    ppo = config.ppo
+    assert (ppo.kl_coef, ppo.critic_lr, ppo.gae_lambda, ppo.discount) == (1e-3, 1e-5, 1.0, 1.0)
+    assert ppo.critic_warmup_steps == round(0.015 * 1005 * 2)
 
 
 def test_a_written_configuration_is_not_implied_again(tmp_path):
