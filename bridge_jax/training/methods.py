@@ -73,7 +73,11 @@ METHODS = {
             "grpo.microbatch": lambda c: math.gcd(c.grpo.microbatch, c.grpo.minibatch_questions * c.grpo.group_size),
             # 0.285 of the steps, in updates.
             "grpo.warmup_steps": lambda c: round(0.285 * c.train.steps * c.train.questions / c.grpo.minibatch_questions),
-            "ppo.critic_warmup_steps": lambda c: round(0.015 * c.train.steps * c.train.questions / c.grpo.minibatch_questions),
+            "ppo.critic_warmup_steps": lambda c: (
+                round(0.015 * c.train.steps * c.train.questions / c.grpo.minibatch_questions)
+                if c.policy.algorithm == "ppo"
+                else c.ppo.critic_warmup_steps
+            ),
             "rollout.retry_invalid": True,
             "rollout.cut_inside": True,
             # Room for every search and a last answer.
