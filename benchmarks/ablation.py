@@ -205,7 +205,11 @@ def equal_wall_clock(rows: Mapping[str, Row], args: argparse.Namespace, root: Pa
     if budget is None:
         return {}, [] if args.quick else ["no table at equal wall clock: run benchmarks/method_cost.py first, on an idle machine"]
     groups = rows_of(1)
-    names = [name for name in groups["main"] | groups["rollouts"] if name in rows and name != "bridge" and costs.of(name)]
+    names = [
+        name
+        for name in groups["main"] | groups["comparators"] | groups["rollouts"]
+        if name in rows and name != "bridge" and costs.of(name)
+    ]
     longer = {name: longer_runs(rows[name], budget, costs) for name in names if cheaper(rows[name], budget, costs)}
     wanted = [run for found in longer.values() for run in found]
     failures = [] if args.read else runs.execute(wanted, root, args.jobs)
@@ -300,7 +304,7 @@ def plot(result: Mapping, folder: Path) -> None:
         counts = sorted({count for row in curves.values() for count in row["questions"].values()})
         asked = f"exact match, {' or '.join(map(str, counts))} questions a set and seed"
         plots.lines(folder / f"{NAME}_{x}.png", lines, label, asked)
-    for group in ("main", "rollouts", "options"):
+    for group in ("main", "comparators", "rollouts", "options"):
         names = [name for name in result["groups"][group] if name in result["table"]]
         bars = {name: result["table"][name]["em"]["multi_hop"] for name in names}
         if len(bars) > 2:

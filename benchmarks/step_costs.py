@@ -19,6 +19,8 @@ SAME = {
     "rl_then_rag": ("vt_search", "retriever_stage"),
     "decoupled_rl": ("bridge",),
     "decoupled_rag": ("bridge",),
+    "replug": ("bridge",),
+    "replug_pdist": ("bridge",),
 }
 
 

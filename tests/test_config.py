@@ -12,6 +12,7 @@ import pytest
 from bridge_jax import config as configuration
 from bridge_jax.errors import UserError
 from bridge_jax.evaluation import cli
+from bridge_jax.models import known
 from bridge_jax.training.workdir import claim_workdir
 
 ROOT = Path(__file__).parent.parent
@@ -198,8 +199,15 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
 
 
 def test_the_papers_settings_are_the_defaults():
-    """configs/qwen2_5_3b.py says where each number comes from; qwen2_5_7b.py refers to it."""
-    known = configuration.flatten(configuration.default())
-    for name, changed in (("3b", {}), ("7b", {"policy.model": "Qwen/Qwen2.5-7B"})):
-        config = configuration.load(Path(__file__).parents[1] / "configs" / f"qwen2_5_{name}.py")
-        assert configuration.flatten(config) == known | changed
+    """configs/qwen2_5_3b.py says where each number comes from; the other backbones refer to it."""
+    defaults = configuration.flatten(configuration.default())
+    models = {
+        "qwen2_5_3b": "Qwen/Qwen2.5-3B-Instruct",
+        "qwen2_5_7b": "Qwen/Qwen2.5-7B",
+        "qwen3_14b": "Qwen/Qwen3-14B",
+        "r1_distill_llama_8b": "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
+    }
+    for name, model in models.items():
+        config = configuration.load(Path(__file__).parents[1] / "configs" / f"{name}.py")
+        assert configuration.flatten(config) == defaults | {"policy.model": model}
+        assert known.policy_config(model).num_layers

@@ -8,11 +8,16 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 
 
 def tiny_hf(kind: str, seed: int = 0):
-    """A random float32 torch model: 2 layers, D 32, 4 query heads over 2 key/value heads; `tied` and `untied` have qkv biases."""
+    """A random float32 torch model: 2 layers, D 32, 4 query heads over 2 key/value heads; `tied` and `untied` have qkv biases.
+
+    Behind any other kind "_tied" ties the embeddings, too.
+    """
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
     torch.manual_seed(seed)
+    tied = kind == "tied" or kind.endswith("_tied")
+    kind = kind.removesuffix("_tied")
     shape = {
         "vocab_size": 97,
         "hidden_size": 32,
@@ -21,7 +26,7 @@ def tiny_hf(kind: str, seed: int = 0):
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,
-        "tie_word_embeddings": kind == "tied",
+        "tie_word_embeddings": tied,
         "initializer_range": 0.3,
         "bos_token_id": 1,
         "eos_token_id": 2,

@@ -48,6 +48,19 @@ def test_logits(tiny, ours):
     np.testing.assert_allclose(out, reference(tiny[2], TOKENS), atol=5e-5)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_tied", "llama3_tied"])
+def test_tied_embeddings_are_of_any_family(kind, tiny_model, tmp_path):
+    """Small Qwen3 and Llama 3.2 models; saved again without a head."""
+    torch_model = tiny_model(kind)
+    torch_model.save_pretrained(tmp_path / "theirs")
+    model, params = qwen2.load(tmp_path / "theirs")
+    assert model.config.tie_embeddings and "lm_head" not in params
+    np.testing.assert_allclose(run(model, params, TOKENS), reference(torch_model, TOKENS), atol=5e-5)
+    qwen2.save(tmp_path / "ours", model, params)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    np.testing.assert_allclose(reference(again, TOKENS), reference(torch_model, TOKENS), atol=1e-5)
+
+
 def test_every_parameter_gradient(tiny, ours):
     """Against torch's, so that a parameter that is read but misplaced shows."""
     (kind, _, torch_model), (model, params) = tiny, ours

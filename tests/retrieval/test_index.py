@@ -93,7 +93,8 @@ def test_another_encoder_is_refused_by_field(built, encoder_folder, other_encode
         (load(encoder_folder, max_length=32), ["max length", "64", "32"]),
         (load(encoder_folder, query_prefix="query: "), ["query prefix", "''", "'query: '"]),
         (load(encoder_folder, passage_prefix="passage: "), ["passage prefix", "''", "'passage: '"]),
-        (dataclasses.replace(encoder, pooling="cls"), ["pooling", "'mean'", "'cls'"]),
+        (load(encoder_folder, pooling="cls"), ["pooling", "'mean'", "'cls'"]),
+        (dataclasses.replace(encoder, append_eos=True), ["an end token after every text", "False", "True"]),
     ]
     for other, named in cases:
         with pytest.raises(UserError) as error:

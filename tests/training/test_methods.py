@@ -11,13 +11,17 @@ from safetensors.numpy import load_file
 from bridge_jax import config as configuration
 from bridge_jax import train
 from bridge_jax.errors import UserError
+from bridge_jax.models import e5
+from bridge_jax.models.lora import load_peft
 from bridge_jax.training.assets import rollout_config
 from bridge_jax.training.display import Display
 from bridge_jax.training.methods import METHODS, stage_of, total_steps
 from bridge_jax.training.metrics import read_metrics
+from bridge_jax.training.session import open_session
 from bridge_jax.training.workdir import claim_workdir
 
 NOT_THE_RUN = ("time/", "goodput/", "compilations/", "rollout/compilations", "rollout/tokens_per_second")
+ONE_STEP = ("--config.train.steps=1", "--config.train.eval_every=0")
 COUNTS = ("count/policy_updates", "count/retriever_updates", "count/rollouts")
 
 
@@ -154,6 +158,35 @@ def test_decoupled_losses_are_the_parts_of_bridge(runs):
     # one minibatch of 4 turns is followed by another, whose retriever has moved: equal up to that
     assert update["bridge"] == pytest.approx(update["decoupled_rl"] + update["decoupled_rag"], rel=2e-2)
     assert first["decoupled_rag"]["retriever/loss"] == pytest.approx(first["decoupled_rag"]["retriever/rag_nll"], rel=1e-5)
+
+
+def test_replug_learns_from_the_likelihoods_alone(runs):
+    """On the first step bridge's rollouts; the loss is the divergence, whatever the outcome, and the policy learns beside it."""
+    (_, (bridge, *_)), (workdir, (row,)) = runs("bridge"), runs("replug", *ONE_STEP)
+    assert row["reward/mean"] == bridge["reward/mean"] and row["credit/turns"] == bridge["credit/turns"] > 0
+    assert row["retriever/loss"] == pytest.approx(row["retriever/distil_kl"], rel=1e-6) and row["retriever/distil_kl"] > 0
+    assert row["policy/loss"] == pytest.approx(bridge["policy/loss"], rel=1e-3, abs=1e-6)
+    assert moved(workdir, "policy_lora") and moved(workdir, "retriever")
+
+
+def test_a_decoder_as_query_tower(world, tmp_path):
+    """Trained, exported in PEFT's format, and the same vectors from the exported adapter."""
+    tiny_run.write_embedder(tmp_path / "encoder")
+    more = (f"--config.retriever.encoder={tmp_path / 'encoder'}", *ONE_STEP)
+    assert train.main(command(world, tmp_path / "run", "replug_pdist", *more)) == 0
+    tree, settings = load_peft(tmp_path / "run" / "retriever")
+    assert set(tree["layers"]) == {"q_proj", "k_proj", "v_proj", "o_proj"} and moved(tmp_path / "run", "retriever")
+    assert "base_model.model.layers.0.self_attn.q_proj.lora_A.weight" in exported(tmp_path / "run", "retriever")
+    overrides = ["method.name=replug_pdist", *(word.removeprefix("--config.") for word in more)]
+    config = configuration.load(world / "config.py", overrides)
+    session = open_session(config, tmp_path / "run", "latest")
+    assert session.assets.encoder.append_eos and session.assets.encoder.query_prefix == "who "
+    encoder = e5.load(tmp_path / "encoder", lora=settings, max_length=32)
+    adapted = e5.embed(encoder, ["who lives in rome ?"], lora=tree)
+    np.testing.assert_allclose(
+        adapted, e5.embed(session.assets.encoder, ["who lives in rome ?"], lora=session.retriever_lora), atol=1e-6
+    )
+    assert np.abs(adapted - e5.embed(encoder, ["who lives in rome ?"])).max() > 1e-5
 
 
 def test_rl_then_rag_is_vt_search_and_then_the_retriever_alone(runs):

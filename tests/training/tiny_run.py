@@ -55,6 +55,17 @@ def write_encoder(folder):
     e5.save(folder, e5.Encoder(module, params, tokenizer, "tiny", "mean", "", "", 32, "tiny"))
 
 
+def write_embedder(folder):
+    """A decoder as encoder, whose last token's state is a text's vector."""
+    vocab = {word: index for index, word in enumerate(["[PAD]", "[UNK]", "<end>", *dict.fromkeys(WORDS)])}
+    tokenizer = _tokenizer(vocab, unk_token="[UNK]", pad_token="[PAD]", eos_token="<end>")
+    config = qwen2.Qwen2Config(len(vocab), 16, 24, 1, 2, 1, 8, tie_embeddings=True, model_type="qwen3", eos_token_ids=(2,))
+    module = e5.make_module(config, "last")
+    params = module.init(jax.random.key(1), jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2), jnp.int32))["params"]
+    params = jax.tree.map(lambda x: x * 6.0 if x.ndim > 1 else x, params)
+    e5.save(folder, e5.Encoder(module, params, tokenizer, "Qwen3-Embedding-tiny", "last", "who ", "", 32, "tiny", True))
+
+
 def write_data(folder):
     facts = [(name, PLACES[i % len(PLACES)], verb) for i, name in enumerate(NAMES) for verb in ("lives", "works", "was born")]
     with (folder / "corpus.jsonl").open("w") as file:
