@@ -120,25 +120,25 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize("family", ["bge", "xlmr", "decoder"])
 def test_vectors_equal_torch(folders, family, tmp_path):
     folder, model, pooling = folders[family]
-    encoder = e5.load(folder, max_length=40)
+    encoder = e5.load(folder, max_length=16)
     assert encoder.pooling == pooling and encoder.append_eos == (family == "decoder")
     prompts = json.loads((folder / "config_sentence_transformers.json").read_text())["prompts"]
     assert encoder.query_prefix == prompts["query"]
-    texts = [*random_texts(7, seed=4, longest=12), "a b " * 30]  # two lengths, one of them cut
+    texts = [*random_texts(7, seed=4, longest=12), "a b " * 30]  # the last one is cut
     for kind, prefix in (("query", encoder.query_prefix), ("passage", encoder.passage_prefix)):
-        ids = encoder.tokenizer([prefix + text for text in texts], truncation=True, max_length=40)["input_ids"]
-        assert e5.tokenize(encoder, texts, kind) == ids and max(map(len, ids)) == 40
+        ids = encoder.tokenizer([prefix + text for text in texts], truncation=True, max_length=16)["input_ids"]
+        assert e5.tokenize(encoder, texts, kind) == ids and max(map(len, ids)) == 16
         found = e5.embed(encoder, texts, kind)
         np.testing.assert_allclose(found, reference(model, ids, pooling), atol=2e-5)
         if family == "decoder":
             assert all(line[-1] == EOS for line in ids)
             np.testing.assert_allclose(found, reference(model, ids, pooling, "left"), atol=2e-5)
     other = "mean" if pooling == "cls" else "cls"  # a pooling that is given is the one that is taken
-    given = e5.load(folder, max_length=40, pooling=other)
+    given = e5.load(folder, max_length=16, pooling=other)
     np.testing.assert_allclose(e5.embed(given, texts[:1], "passage"), reference(model, ids[:1], other), atol=2e-5)
 
     e5.save(tmp_path / "saved", encoder)
-    again = e5.load(tmp_path / "saved", max_length=40)
+    again = e5.load(tmp_path / "saved", max_length=16)
     assert dataclasses.replace(again, module=None, params=None, tokenizer=None, name="") == dataclasses.replace(
         encoder, module=None, params=None, tokenizer=None, name=""
     )
@@ -148,20 +148,20 @@ def test_vectors_equal_torch(folders, family, tmp_path):
 
 
 def test_padding_on_the_left_is_the_same_for_a_decoder(folders):
-    encoder = e5.load(folders["decoder"][0], max_length=40)
+    encoder = e5.load(folders["decoder"][0], max_length=16)
     ids = e5.tokenize(encoder, ["who was born ?", "a b c"], "query")
-    tokens, mask = e5.pad(encoder, ids, rows=3)
-    right = encoder.module.apply({"params": encoder.params}, tokens, mask)
+    tokens, mask = e5.pad(encoder, ids, rows=8)
+    right = e5._apply(encoder.module, {"params": encoder.params}, tokens, mask)
     shifted = [np.stack([np.roll(row, len(row) - n) for row, n in zip(x, mask.sum(1))]) for x in (tokens, mask)]
-    np.testing.assert_allclose(encoder.module.apply({"params": encoder.params}, *shifted), right, atol=2e-6)
+    np.testing.assert_allclose(e5._apply(encoder.module, {"params": encoder.params}, *shifted), right, atol=2e-6)
     assert not np.asarray(right[2]).any()
 
 
 def test_pooling_of_rows_without_tokens_is_zero_with_finite_gradients():
     states, mask = jnp.ones((2, 4, 3)), jnp.array([[0, 1, 1, 0], [0, 0, 0, 0]])
     for how in ("mean", "cls", "last"):
-        gradient = jax.grad(lambda x, how=how: (pool(x, mask, how) ** 3).sum())(states)
-        assert np.isfinite(gradient).all() and not np.asarray(pool(states, mask, how)[1]).any()
+        gradient = jax.jit(jax.grad(lambda x, how=how: (pool(x, mask, how) ** 3).sum()))(states)
+        assert np.isfinite(gradient).all() and not np.asarray(gradient[1]).any()
     at = jnp.arange(8.0).reshape(2, 4)[..., None]
     assert float(pool(jnp.concatenate([at, at * 0 + 1], -1), mask, "last")[0, 0]) == pytest.approx(2 / 5**0.5)
     assert float(pool(jnp.concatenate([at, at * 0 + 1], -1), mask, "cls")[0, 0]) == pytest.approx(1 / 2**0.5)
@@ -175,7 +175,6 @@ def test_adapter_of_a_decoder_equals_peft_in_vectors_gradients_and_files(folders
     encoder = dataclasses.replace(encoder, module=encoder.module.clone(lora=settings))
     tree = lora.init_lora(jax.random.key(1), encoder.params, settings)
     texts = ["who founded the club ?", "born 1879"]
-    np.testing.assert_array_equal(e5.embed(encoder, texts, lora=tree), e5.embed(encoder, texts))
     tree = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), tree)
     lora.save_peft(tmp_path, tree, settings, e5.architecture(encoder.module.config), str(folder))
     loaded, read = lora.load_peft(tmp_path)
