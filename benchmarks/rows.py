@@ -10,7 +10,9 @@ BASELINES = {
     "vt_search_llds": "vt_search_minibatches",
     "decoupled_rl_clamp": "decoupled_rl",
 }
-# Methods of other papers that train the retriever, or the agent, their own way.
+
+
+# Systems that train their own way.
 COMPARATORS = ("replug", "replug_pdist")
 
 
@@ -21,15 +23,14 @@ def rows_of(group_size: int) -> dict[str, dict[str, dict[str, object]]]:
       group_size: G of the config file.
     """
     methods = {name: {"method.name": name} for name in METHODS}
-    comparators = {name: methods[name] for name in COMPARATORS}
-    main = {name: changes for name, changes in methods.items() if name not in COMPARATORS}
+    comparators = {name: methods.pop(name) for name in COMPARATORS}
     bridge, vt = methods["bridge"], methods["vt_search"]
     # METHOD 11: 0.2 is reported too strong for small models. It looks at what fell since the rollouts: several minibatches.
     several = {"grpo.minibatch_questions": 8}
     guard = several | {"grpo.llds": 0.01}
     return {
-        "main": main | {"search_r1_ppo": methods["search_r1"] | {"policy.algorithm": "ppo"}},
-        "comparators": {"bridge": bridge, "vt_search": vt} | comparators,
+        "main": methods | {"search_r1_ppo": methods["search_r1"] | {"policy.algorithm": "ppo"}},
+        "comparators": comparators,
         "order": {name: methods[name] for name in ("vt_search", "rag_then_rl", "rl_then_rag", "bridge")},
         "rollouts": {
             "bridge": bridge,
