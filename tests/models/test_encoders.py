@@ -231,6 +231,22 @@ def test_decoder_with_its_head_and_prefix(folders, tmp_path):
     np.testing.assert_array_equal(e5.embed(one, ["a b"]), e5.embed(other, ["a b"]))
 
 
+def test_a_sentencepiece_file_alone_is_a_tokenizer(folders, tmp_path):
+    """XLM-RoBERTa's ids are those of its SentencePiece model and one more, between <s> and </s>."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder = shutil.copytree(folders["xlmr"][0], tmp_path / "copy")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "XLMRobertaTokenizer"}))
+    (tmp_path / "text").write_text("\n".join(random_texts(300, seed=1, longest=12)))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "pieces"), vocab_size=45, minloglevel=2
+    )
+    shutil.copy(tmp_path / "pieces.model", folder / "sentencepiece.bpe.model")
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "pieces.model"))
+    encoder, text = e5.load(folder, max_length=40, query_prefix=""), "who founded the club that was born"
+    assert e5.tokenize(encoder, [text], "query") == [[0, *(i + 1 for i in pieces.encode(text)), 2]]
+
+
 def test_positions_end_before_the_table_does(folders):
     folder, *_ = folders["xlmr"]  # 42 rows, of which two stand before the first token
     assert e5.load(folder, max_length=40).module.config.max_tokens == 40
