@@ -43,8 +43,8 @@ EMPTY_QUERY = "The query was empty. Search again or answer."
 MALFORMED = "No valid action. Search or answer."
 NO_SEARCHES_LEFT = "No searches left."
 RETRY = (
-    f"\nMy previous action is invalid. To search, I put the query between {SEARCH_OPEN} and {SEARCH_CLOSE}. To give the "
-    f"final answer, I put it between {ANSWER_OPEN} and {ANSWER_CLOSE}. Let me try again.\n"
+    f"\nMy previous action is invalid. To search: {SEARCH_OPEN} query {SEARCH_CLOSE}. To answer: {ANSWER_OPEN} answer "
+    f"{ANSWER_CLOSE}. Let me try again.\n"
 )
 
 # Wider than the exact tags on purpose: "< / Answer >" reads as a tag to a language model too.

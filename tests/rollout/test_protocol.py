@@ -6,6 +6,7 @@ import rollout_tiny as tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bridge_jax.models import qwen2
 from bridge_jax.retrieval.corpus import Passage
 from bridge_jax.rollout import protocol
 
@@ -164,6 +165,8 @@ def test_special_tokens_are_ordinary_text():
 def test_corrective_messages():
     alone = protocol.render_corrective(protocol.RETRY, BYTES)
     assert BYTES.decode(alone.tokens) == protocol.RETRY and protocol.RETRY.startswith("\nMy previous action is invalid.")
+    mini = qwen2.load_tokenizer("mini-policy")  # whose observations have 64 tokens
+    assert len(protocol.render_corrective(protocol.RETRY, mini).tokens) <= 64
     assert len(alone.tokens) == protocol.least_observation_tokens(BYTES, retry_invalid=True)
     for message in (protocol.EMPTY_QUERY, protocol.MALFORMED):
         seen = protocol.render_corrective(message, BYTES)
