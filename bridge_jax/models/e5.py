@@ -125,7 +125,7 @@ def load(
     if pooling is None:
         raise UserError(
             f"{folder}: a {shape.model_type} decoder whose pooling neither a 1_Pooling/config.json nor its name tells; is it an "
-            'encoder? Then give the pooling, such as "last"'
+            "encoder? Then give the pooling, such as last (config.retriever.pooling, --pooling)"
         )
     if pooling not in POOLINGS:
         raise UserError(f"pooling {pooling!r}: allowed are {', '.join(POOLINGS)}")

@@ -34,6 +34,9 @@ def test_rules():
     assert spec("layers/q_proj/b", (24, 16, 896), units={"q_proj": 7}) == P(None, None, "fsdp")  # heads are not split
     assert spec("layers/o_proj/a", (24, 896, 16)) == P(None, ("tensor", "fsdp"), None)
     assert spec("head/kernel", (896,)) == P(None)
+    # Two models in one tree: a way that splits the heads of both.
+    units = meshes.common_units({"q_proj": 28, "k_proj": 4}, {"q_proj": 16, "k_proj": 8, "query": 12})
+    assert units == {"q_proj": 4, "k_proj": 4, "query": 12}
     # An optimiser's moments are where their parameter is, whatever they hang on.
     assert spec("policy_opt/1/0/mu/layers/up_proj/kernel", (24, 896, 4864)) == P(None, "fsdp", "tensor")
 
