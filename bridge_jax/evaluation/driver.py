@@ -22,10 +22,10 @@ from bridge_jax.data.medical import MedicalQuestion
 from bridge_jax.errors import UserError
 from bridge_jax.evaluation.aggregate import Outcome
 from bridge_jax.evaluation.baselines import Action, Baseline, fill
-from bridge_jax.evaluation.generators import Generator, Reply
 from bridge_jax.retrieval.retriever import RetrievalFault
 from bridge_jax.rollout import protocol
 from bridge_jax.rollout.episodes import Turn
+from bridge_jax.rollout.generators import Generator, Reply
 
 ENDED = {"length": "truncated", "too_long": "context_full", "refused": "environment_fault"}
 
