@@ -71,7 +71,7 @@ def main() -> None:
         "--rows",
         type=some_of(rows_of(1)),
         default="main",
-        help="groups of rows: main,order,rollouts,options (default main)",
+        help="groups of rows: main,comparators,order,rollouts,options (default main)",
     )
     parser.add_argument("--read", action="store_true", help="run nothing: the tables of the rows whose runs are finished")
     args = parser.parse_args()

@@ -12,6 +12,10 @@ BASELINES = {
 }
 
 
+# Systems that train their own way (docs/comparators.md).
+COMPARATORS = ("agentic_r", "r1_searcher", "simple_deep_searcher")
+
+
 def rows_of(group_size: int) -> dict[str, dict[str, dict[str, object]]]:
     """{group: {row: what it changes}}. A row may stand in several groups; it is run once.
 
@@ -19,12 +23,14 @@ def rows_of(group_size: int) -> dict[str, dict[str, dict[str, object]]]:
       group_size: G of the config file.
     """
     methods = {name: {"method.name": name} for name in METHODS}
+    comparators = {name: methods.pop(name) for name in COMPARATORS}
     bridge, vt = methods["bridge"], methods["vt_search"]
     # METHOD 11: 0.2 is reported too strong for small models. It looks at what fell since the rollouts: several minibatches.
     several = {"grpo.minibatch_questions": 8}
     guard = several | {"grpo.llds": 0.01}
     return {
         "main": methods | {"search_r1_ppo": methods["search_r1"] | {"policy.algorithm": "ppo"}},
+        "comparators": comparators,
         "order": {name: methods[name] for name in ("vt_search", "rag_then_rl", "rl_then_rag", "bridge")},
         "rollouts": {
             "bridge": bridge,

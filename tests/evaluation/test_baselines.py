@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge_jax.data.medical import MedicalQuestion
+from bridge_jax.data.prompts import fill
 from bridge_jax.data.qa import Question
 from bridge_jax.errors import UserError
 from bridge_jax.evaluation.aggregate import record
-from bridge_jax.evaluation.baselines import BASELINES, baseline_of, conclusion, fill, first_sentence, short_answer
+from bridge_jax.evaluation.baselines import BASELINES, baseline_of, conclusion, first_sentence, short_answer
 from bridge_jax.evaluation.driver import Driver, Limits
 from bridge_jax.retrieval.corpus import Passage
 from bridge_jax.retrieval.retriever import RetrievalFault

@@ -19,7 +19,7 @@ def _generations(episode, end):
 
 
 def test_a_continuation_from_the_middle_is_the_rest_of_the_episode():
-    """With the observation that the episode had and its sample's key: the same tokens. With others, each as if alone in its group."""
+    """With its own observation and its sample's key: the same tokens. With other ones, each as if alone in its group."""
     episodes, _ = run_real(prompts_of([5, 9, 7, 3, 6, 8, 4, 5]), group_size=1)
     turns = [(episode, turn) for episode in episodes for turn in episode.turns if not turn.error]
     assert len(turns) >= 4 and any(episode.turns[-1] is not turn for episode, turn in turns), "the model must search"
