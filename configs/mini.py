@@ -58,10 +58,10 @@ def get_config():
     c.credit.warmup_steps = 10
     c.credit.turns_per_batch = 16
 
-    c.agentic.questions = 500
-    c.agentic.batch = 64  # 0.3 M parameters and some hundred pairs a round
-    c.agentic.microbatch = 64
-    c.agentic.epochs = 4
+    c.agentic.questions = 150
+    c.agentic.batch = 32  # 0.3 M parameters and some hundred pairs a round
+    c.agentic.microbatch = 32
+    c.agentic.epochs = 6
     c.agentic.lr = 1e-3
     c.agentic.temperature = 0.05
 

@@ -35,14 +35,13 @@ def choose(em: Sequence[float], local: Sequence[float], least: float, positives:
 
 
 def percent(likelihood: np.ndarray, tokens: int) -> list[int] | None:
-    """Answer log-likelihoods [C] as local scores of 0 to 100, where nobody judges: 100 exp((l - max l) / tokens), rounded.
+    """Answer log-likelihoods [C] as local scores of 0 to 100, where nobody judges: 100 exp(l / tokens), rounded.
 
-    So a candidate's score is how likely it makes a token of the gold answer, next to the candidate that makes it likeliest: 60 or
-    more is "at least 0.6 times as likely". The best one always has 100: whether it is any good, global correctness has to say.
-    None where no answer could be scored.
+    So a score is the (geometric) mean probability of a token of the gold answer, in per cent, when it is written straight after
+    this passage. It sees the hop that holds the answer and no other: in a search before that, no passage comes to much, and with a
+    least score of some 60 such a turn teaches nothing, rather than something by chance. None where no answer could be scored.
     """
     values = np.asarray(likelihood, np.float64)
     if not tokens or not np.isfinite(values).any():
         return None
-    share = 100.0 * np.exp((values - values[np.isfinite(values)].max()) / tokens)
-    return [int(x) for x in np.floor(np.where(np.isfinite(values), share, 0.0) + 0.5)]
+    return [int(x) for x in np.floor(100.0 * np.exp(np.minimum(values, 0.0) / tokens) + 0.5)]
