@@ -50,7 +50,7 @@ class EncoderConfig:
     seed: int = 0
     weight_decay: float = 0.01
     grad_clip: float = 1.0
-    checkpoint_seconds: float = 300.0  # between two saved states
+    checkpoint_seconds: float = dataclasses.field(default=300.0, compare=False)  # between two saved states
 
 
 def pack(encoder: e5.Encoder, corpus, pairs: Sequence[Pair], rows: int, microbatch: int, shape: tuple[int, int]) -> PairBatch:
@@ -123,13 +123,12 @@ def train(
     if distributed.is_main():
         kept = [row for row in read_metrics(path) if row["step"] <= start]
         write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
-    step_program = jax.jit(functools.partial(_step, tower.module, optimise, config.temperature), donate_argnums=0)
     saved = time.monotonic()
     try:
         for step in range(start, len(plan)):
             between()
             chosen = place(pack(tower, corpus, [pairs[i] for i in plan[step]], batch, microbatch, shape), mesh)
-            params, opt, found = step_program((state.params, state.opt), chosen)
+            params, opt, found = _step(tower.module, config, len(plan), (state.params, state.opt), chosen)
             state = SFTState(jax.numpy.int32(step + 1), params, opt)
             row = {"step": step + 1, **{name: float(value) for name, value in found.items()}}
             if not all(map(math.isfinite, row.values())):
@@ -165,10 +164,11 @@ def _init(optimise, params, mesh, units):
     return jax.jit(optimise.init, out_shardings=places)(params)
 
 
-def _step(module, optimise, temperature, state, batch: PairBatch):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+def _step(module, config: EncoderConfig, steps: int, state, batch: PairBatch):
     params, opt = state
-    gradient, (total, count, hits) = info_nce_gradient(module, params, batch, temperature)
-    updates, opt = optimise.update(gradient, opt, params)
+    gradient, (total, count, hits) = info_nce_gradient(module, params, batch, config.temperature)
+    updates, opt = optimiser(config, steps).update(gradient, opt, params)
     count = count.clip(1.0)
     metrics = {"loss": total / count, "hits": hits / count, "grad_norm": optax.tree.norm(gradient)}
     return optax.apply_updates(params, updates), opt, metrics
