@@ -215,9 +215,13 @@ def unread(config: ConfigDict) -> dict[str, str]:
     if ppo:
         found["grpo.kl_coef"] = "the policy learns by PPO, which has config.ppo.kl_coef"
     if not method.trains_retriever:
-        why = f"method {name} leaves the retriever alone"
-        # The logged p of a search has tau.
-        found |= {f"credit.{field}": why for field in config.credit if field != "tau"}
+        why = f"method {name} " + (
+            "trains the whole encoder, by InfoNCE" if method.trains_encoder else "leaves the retriever alone"
+        )
+        read = {"tau"}  # by the logged p of a search
+        if method.trains_encoder and config.agentic.judge == "likelihood":
+            read |= {"golds", "turns_per_batch", "pairs_at_once"}  # by document scoring
+        found |= {f"credit.{field}": why for field in config.credit if field not in read}
         return found | {f"retriever.{field}": why for field in ("lora_rank", "lora_alpha")}
     if not method.use_rag:
         found["credit.gamma"] = f"method {name} has no RAG term"

@@ -259,7 +259,7 @@ class _Round:
             epochs=c.epochs, batch=c.batch, microbatch=c.microbatch, lr=c.lr, temperature=c.temperature, seed=self.config.train.seed
         )
         folder = self.folder / "encoder_training"
-        params, facts = encoder_training.train(tower, self.assets.corpus, pairs, settings, folder, preemption.check)
+        params, facts = encoder_training.train(tower, self.assets.corpus, pairs, settings, folder, preemption.check_together)
         note(self.folder, "encoder_training", facts | {"pairs": len(pairs)})
         _save(self.folder / "retriever", dataclasses.replace(tower, params=params))
         distributed.on_main(lambda: delete_folder(folder / "state"))

@@ -10,6 +10,7 @@ same bits, whether or not its stage was interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections import Counter
@@ -34,13 +35,14 @@ def run_stage(folder: AnyPath, name: str, items: Sequence, block: int, work: Wor
     found = []
     if distributed.is_main():
         parts.mkdir(parents=True, exist_ok=True)
-    with track(name, len(items), "items") as advance:
+    shown = track(name, len(items), "items") if distributed.is_main() else contextlib.nullcontext(lambda done: None)
+    with shown as advance:
         for number, at in enumerate(range(0, len(items), block)):
             part = parts / f"{number:06d}.json"
             if distributed.on_main(part.exists):
                 made = json.loads(part.read_text(encoding="utf-8"))
             else:
-                preemption.check()
+                preemption.check_together()
                 began = time.monotonic()
                 rows, counts = work(items[at : at + block])
                 made = {"seconds": time.monotonic() - began, "counts": dict(counts), "rows": rows}

@@ -199,8 +199,7 @@ class Run:
 
     def _obey(self) -> None:
         """Raises Preempted in all processes when one of them has been told to stop."""
-        if distributed.any_process(preemption.noted()):
-            raise distributed.Preempted
+        preemption.check_together()
 
     def _stop(self, state: BridgeState) -> None:
         """SIGTERM: `state` is the last finished step's. An evaluation that it broke off is made up for when the run goes on."""

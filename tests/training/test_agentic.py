@@ -15,6 +15,7 @@ import tiny_run
 from bridge_jax import config as configuration
 from bridge_jax import train
 from bridge_jax.data.qa import load_questions
+from bridge_jax.endpoint import Said
 from bridge_jax.errors import UserError
 from bridge_jax.models import e5
 from bridge_jax.rollout.episodes import Episode, Turn
@@ -48,6 +49,9 @@ def cache(tmp_path_factory, monkeypatch):
 def assets(world):
     config = configuration.load(world / "config.py", ["method.name=agentic_r"])
     return load_assets(config, world)
+
+
+REAL_RELEVANCE = agentic._Round._relevance  # `scripted` puts another one in its place
 
 
 class Killed(BaseException):
@@ -207,6 +211,32 @@ def test_nothing_to_learn_from_is_said(assets, tmp_path, monkeypatch):
     monkeypatch.setattr(agentic._Round, "_relevance", lambda self: (lambda asked: [Local(None)] * len(asked), True))
     with pytest.raises(UserError, match=r"none of \d+ searches teaches the retriever anything.*dropped_unread.*agentic.min_local"):
         agentic.prepare(assets.config, tmp_path, 1, assets, {}, load_questions(assets.config.data.train[0]))
+
+
+def test_an_endpoint_is_asked_once_by_one_process(assets, tmp_path, monkeypatch):
+    """Through the real client's interface: three calls a turn of up to twenty candidates."""
+    made = []
+
+    class Endpoint:
+        def __init__(self, url, model, *, key, cache):
+            self.url, self.model, self.concurrency, self.asked = url, model, 2, []
+            made.append((url, model, key, cache))
+
+        def complete_many(self, asked):
+            self.asked += asked
+            return [Said("<scores> 80, 20, 20, 20, 20, 20") for _ in asked]
+
+    monkeypatch.setattr(agentic, "Endpoint", Endpoint)
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    config = assets.config.copy_and_resolve_references().unlock()
+    config.agentic.update({"judge": "http://localhost:1/v1", "judge_model": "big"})
+    this = agentic._Round(config, 1, tmp_path, assets, {})
+    ask, everywhere = REAL_RELEVANCE(this)
+    episode = Script(None)._whole(load_questions(config.data.train[0])[0], [1])
+    candidate = {"history": 4, "generations": 1, "query": "query 0", "rows": [3, 4, 5, 6, 7, 8], "scores": [0.0] * 6}
+    [found] = ask([agentic._to_judge(candidate, agentic._trajectory_row(0, episode))])
+    assert found == Local([80, 20, 20, 20, 20, 20], "Not Sure", 2) and not everywhere
+    assert made == [("http://localhost:1/v1", "big", "secret", tmp_path / "judge.requests.jsonl")]
 
 
 def run(world, workdir):
