@@ -152,12 +152,13 @@ def stages_of(config: ConfigDict) -> tuple[Stage, ...]:
 
 
 def stage_ends(config: ConfigDict) -> tuple[int, ...]:
-    """The last step of each stage."""
+    """The last step of each stage; where stages divide the steps, each has one at least."""
     method, stages, steps = method_of(config), stages_of(config), config.train.steps
     if not (method.divides or method.trains_encoder):
         return tuple(steps * n for n in range(1, len(stages) + 1))
-    shares = [stage.share for stage in stages]
-    return tuple(round(steps * sum(shares[:n]) / sum(shares)) for n in range(1, len(stages) + 1))
+    shares, count = [stage.share for stage in stages], len(stages)
+    exact = [round(steps * sum(shares[:n]) / sum(shares)) for n in range(1, count + 1)]
+    return tuple(min(max(end, n), steps - (count - n)) for n, end in enumerate(exact, start=1))
 
 
 def total_steps(config: ConfigDict) -> int:

@@ -91,7 +91,9 @@ def test_stages_that_divide_the_steps_go_on_with_the_questions():
     config = configuration.default()
     config.train.steps, config.method.name = 20, "r1_searcher"
     assert stage_ends(config) == (4, 20) and [stage_of(config, step) for step in (4, 5, 20)] == [(1, 4), (2, 5), (2, 20)]
-    config.method.name, config.agentic.rounds = "agentic_r", 3
+    config.train.steps = 2
+    assert stage_ends(config) == (1, 2)  # each stage has a step
+    config.method.name, config.agentic.rounds, config.train.steps = "agentic_r", 3, 20
     assert stage_ends(config) == (7, 13, 20) and total_steps(config) == 20
     assert [stage_of(config, step) for step in (1, 7, 8, 20)] == [(1, 1), (1, 7), (2, 8), (3, 20)]
 
