@@ -78,7 +78,8 @@ def run(config: ConfigDict, workdir: Path, evaluate: Evaluate) -> bool:
         stream = QuestionStream(training_mixture(config), config.train.questions, config.train.seed)
         if config.train.questions < distributed.count():
             raise UserError(f"config.train.questions={config.train.questions}: fewer than the {distributed.count()} processes")
-        assets = load_assets(config, workdir, trained=trained_folder(config, workdir, newest(workdir / "checkpoints")))
+        step = newest(workdir / "checkpoints") if method_of(config).trains_encoder else 0
+        assets = load_assets(config, workdir, trained=trained_folder(config, workdir, step))
         build_prompt(stream.batch_at(0)[0], assets.tokenizer, config.rollout.prompt)  # an unknown style is told before the claim
         return stream, assets
 
