@@ -19,11 +19,11 @@ from pathlib import Path
 import compare
 import training_runs as runs
 
-from bridge_jax.data.prompts import encode_message, harmless
+from bridge_jax.data.prompts import encode_message, fill, harmless
 from bridge_jax.data.qa import load_questions
-from bridge_jax.evaluation.baselines import baseline_of, fill
-from bridge_jax.evaluation.generators import cut_at
+from bridge_jax.evaluation.baselines import baseline_of
 from bridge_jax.models import hub, qwen2
+from bridge_jax.rollout.generators import cut_at
 
 NAME = "direct"
 MODEL = "smollm2-135m-instruct"

@@ -12,8 +12,8 @@ BASELINES = {
 }
 
 
-# Systems that train their own way.
-COMPARATORS = ("replug", "replug_pdist")
+# Systems that train their own way (docs/comparators.md).
+COMPARATORS = ("replug", "replug_pdist", "agentic_r", "r1_searcher", "simple_deep_searcher")
 
 
 def rows_of(group_size: int) -> dict[str, dict[str, dict[str, object]]]:

@@ -143,6 +143,30 @@ def default() -> ConfigDict:
     c.credit.sibling = "history"  # whose next action may serve: same tokens so far (history) | same query | any of the group
     c.credit.first_hop = "paper"  # paper | mask: no credit on such turns at all
 
+    # Method agentic_r alone (training/agentic.py, docs/comparators.md): rounds of training the whole encoder, then the agent.
+    c.agentic = ConfigDict()
+    c.agentic.rounds = 2  # they divide train.steps between them
+    c.agentic.questions = 10000  # of a round's trajectories
+    c.agentic.max_searches = 5  # of trajectories and of what goes on from them; the agent trains with rollout.max_searches
+    c.agentic.candidates = 20  # passages judged a search
+    c.agentic.judge = "likelihood"  # of local relevance: likelihood (no judge) | policy | http://host:port/v1 (key: OPENAI_API_KEY)
+    c.agentic.judge_model = ""  # the model that the endpoint serves
+    c.agentic.min_local = 60  # the best candidate's local score (0 to 100), or the search teaches nothing
+    c.agentic.positives = 3  # ties with the best candidate, at most
+    c.agentic.negatives = 15  # of each positive's own; all passages of the other pairs in the batch are negatives, too
+    c.agentic.batch = 256  # pairs in an optimiser step, over all devices
+    c.agentic.microbatch = 16  # pairs (a query, 1 + negatives passages) encoded at once; the gradient is the batch's all the same
+    c.agentic.epochs = 2
+    c.agentic.lr = 2e-5  # after a tenth of the steps; then falling to 0
+    c.agentic.temperature = 0.01
+
+    # Method simple_deep_searcher alone (training/selection.py): which rollouts it learns from, with the settings of `warmstart`.
+    c.selection = ConfigDict()
+    c.selection.per_question = 1  # of those that qualify: fewest searches, then fewest tokens
+    c.selection.min_searches = 1
+    c.selection.max_searches = 5
+    c.selection.max_tokens = 0  # of the response; 0 = no limit of its own
+
     c.train = ConfigDict()
     c.train.steps = 250
     c.train.seed = 0
@@ -312,6 +336,17 @@ _AT_LEAST = {  # smallest allowed value; numbers not named here must be >= 0
     "credit.epochs": 1,
     "credit.turns_per_batch": 1,
     "credit.pairs_at_once": 1,
+    "agentic.rounds": 1,
+    "agentic.questions": 1,
+    "agentic.max_searches": 1,
+    "agentic.candidates": 2,
+    "agentic.positives": 1,
+    "agentic.negatives": 1,
+    "agentic.batch": 2,
+    "agentic.microbatch": 1,
+    "agentic.epochs": 1,
+    "agentic.temperature": 1e-6,
+    "selection.per_question": 1,
     "train.steps": 1,
     "train.questions": 1,
     "train.checkpoint_every": 1,

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from bridge_jax import distributed
+from bridge_jax import distributed, endpoint
 from bridge_jax.errors import UserError, main_guard
-from bridge_jax.evaluation import cli, endpoint
+from bridge_jax.evaluation import cli
 from bridge_jax.evaluation.baselines import BASELINES, baseline_of
 from bridge_jax.evaluation.run import load_sets
 

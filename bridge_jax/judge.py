@@ -15,8 +15,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from bridge_jax import endpoint
 from bridge_jax.errors import main_guard
-from bridge_jax.evaluation import endpoint
 from bridge_jax.evaluation.judge import judge
 from bridge_jax.evaluation.store import read_result
 from bridge_jax.evaluation.table import judge_table

@@ -74,3 +74,9 @@ def check() -> None:
     """Raises Preempted when the run is to stop."""
     if noted():
         raise Preempted
+
+
+def check_together() -> None:
+    """The same where all processes must stop at the same place. All must call it."""
+    if distributed.any_process(noted()):
+        raise Preempted

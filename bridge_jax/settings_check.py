@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from bridge_jax.errors import UserError
 from bridge_jax.rollout.limits import check_sampling
-from bridge_jax.training.methods import METHODS, Method, method_of
+from bridge_jax.training.methods import METHODS, Method, method_of, stage_ends
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ def check(config: ConfigDict, training: bool, unlike: Collection[str] = ()) -> N
     _refuse_index(config, method_of(config))
     _refuse_policy(config, method_of(config))
     _refuse_credit(config, method_of(config))
+    _refuse_comparator(config, method_of(config))
     check_sampling(config.rollout, "config.rollout.")
     if training:
         _refuse_idle(config, method_of(config))
@@ -71,9 +72,14 @@ def _refuse_sizes(config: ConfigDict) -> None:
 
 
 def _refuse_index(config: ConfigDict, method: Method) -> None:
-    if config.index.kind == "bm25" and method.trains_retriever:
+    if config.index.kind == "bm25" and not method.leaves_retriever:
         raise UserError(
             f"config.index.kind=bm25: method {config.method.name} trains an encoder: use scann or exact, or {_frozen()}"
+        )
+    if config.index.server and method.trains_encoder:
+        raise UserError(
+            f"config.index.server: method {config.method.name} indexes the corpus anew with every encoder it trains, which a "
+            "server does not: leave it empty"
         )
     if config.index.server and config.index.folder:
         raise UserError(
@@ -119,6 +125,35 @@ def _refuse_credit(config: ConfigDict, method: Method) -> None:
         )
 
 
+def _refuse_comparator(config: ConfigDict, method: Method) -> None:
+    name, a, s = config.method.name, config.agentic, config.selection
+    ends = stage_ends(config)
+    if min(after - before for before, after in zip((0, *ends), ends)) < 1:
+        raise UserError(f"config.train.steps={config.train.steps}: method {name} has {len(ends)} stages, and each needs a step")
+    if method.trains_encoder:
+        if a.judge not in ("likelihood", "policy") and not a.judge.startswith(("http://", "https://")):
+            raise UserError(
+                f"config.agentic.judge={a.judge!r}: must be likelihood, policy, or an address such as http://host:8000/v1"
+            )
+        if a.judge.startswith("http") and not a.judge_model:
+            raise UserError("config.agentic.judge_model is empty: name the model that config.agentic.judge serves")
+        if a.min_local > 100:
+            raise UserError(f"config.agentic.min_local={a.min_local}: local scores are 0 to 100")
+        if a.candidates < config.rollout.shown:
+            raise UserError(
+                f"config.agentic.candidates={a.candidates}: must be at least config.rollout.shown={config.rollout.shown}"
+            )
+        if a.batch % a.microbatch:
+            raise UserError(f"config.agentic.microbatch={a.microbatch}: must divide config.agentic.batch={a.batch}")
+    if any(stage.collect for stage in method.stages):
+        if config.policy.trainable != "full":
+            raise UserError(
+                f"config.policy.trainable={config.policy.trainable}: method {name} trains all parameters: set it to full"
+            )
+        if s.min_searches > s.max_searches:
+            raise UserError(f"config.selection.min_searches={s.min_searches}: above config.selection.max_searches={s.max_searches}")
+
+
 def _refuse_idle(config: ConfigDict, method: Method) -> None:
     """Settings with which a run would go through all its steps and one of its learners would stay as it is."""
     name, grpo, steps = config.method.name, config.grpo, config.train.steps
@@ -146,7 +181,7 @@ def _refuse_idle(config: ConfigDict, method: Method) -> None:
 
 
 def _frozen() -> str:
-    return ", ".join(name for name, method in METHODS.items() if not method.trains_retriever)
+    return ", ".join(name for name, method in METHODS.items() if method.leaves_retriever)
 
 
 def _warn_of_bias(config: ConfigDict) -> None:
@@ -173,12 +208,20 @@ def unread(config: ConfigDict) -> dict[str, str]:
     """{"group.field": why no step of this run reads it}"""
     method, name, ppo = method_of(config), config.method.name, config.policy.algorithm == "ppo"
     found = {} if ppo else {f"ppo.{field}": "the policy learns by GRPO" for field in config.ppo}
+    if not method.trains_encoder:
+        found |= {f"agentic.{field}": f"method {name} does not train the whole encoder" for field in config.agentic}
+    if not any(stage.collect for stage in method.stages):
+        found |= {f"selection.{field}": f"method {name} selects no rollouts" for field in config.selection}
     if ppo:
         found["grpo.kl_coef"] = "the policy learns by PPO, which has config.ppo.kl_coef"
     if not method.trains_retriever:
-        why = f"method {name} leaves the retriever alone"
-        # The logged p of a search has tau.
-        found |= {f"credit.{field}": why for field in config.credit if field != "tau"}
+        why = f"method {name} " + (
+            "trains the whole encoder, by InfoNCE" if method.trains_encoder else "leaves the retriever alone"
+        )
+        read = {"tau"}  # by the logged p of a search
+        if method.trains_encoder and config.agentic.judge == "likelihood":
+            read |= {"golds", "turns_per_batch", "pairs_at_once"}  # by document scoring
+        found |= {f"credit.{field}": why for field in config.credit if field not in read}
         return found | {f"retriever.{field}": why for field in ("lora_rank", "lora_alpha")}
     if not method.use_rag:
         found["credit.gamma"] = f"method {name} has no RAG term"

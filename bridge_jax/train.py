@@ -50,7 +50,7 @@ def train(config: ConfigDict, workdir: Path) -> Path:
     from bridge_jax.training import loop
 
     sets = load_sets(config)
-    engine = functools.cache(evaluation_engine)  # one for all evaluations: it compiles once
+    engine = functools.lru_cache(1)(evaluation_engine)  # one for all evaluations with a retriever: it compiles once
 
     def evaluate(assets, policy_variables, retriever_lora):
         return evaluate_sets(

@@ -58,6 +58,17 @@ def get_config():
     c.credit.warmup_steps = 10
     c.credit.turns_per_batch = 16
 
+    c.agentic.questions = 150
+    c.agentic.batch = 32  # 0.3 M parameters and some hundred pairs a round
+    c.agentic.microbatch = 32
+    c.agentic.epochs = 6
+    c.agentic.lr = 1e-3
+    c.agentic.temperature = 0.05
+
+    c.warmstart.batch = 32
+    c.warmstart.microbatch = 32
+    c.warmstart.lr = 3e-4
+
     c.train.steps = 30
     c.train.questions = 32
     c.train.eval_every = 0

@@ -1,12 +1,12 @@
-"""The baseline `direct` on a job's messages by our generator (`bridge_jax/evaluation/generators.py`): one greedy answer each."""
+"""The baseline `direct` on a job's messages by our generator (`bridge_jax/rollout/generators.py`): one greedy answer each."""
 
 import json
 from pathlib import Path
 
 from serve import Memory, serve, versions
 
-from bridge_jax.evaluation.generators import PolicyGenerator
 from bridge_jax.models import qwen2
+from bridge_jax.rollout.generators import PolicyGenerator
 
 
 def setup(job: dict, memory: Memory):

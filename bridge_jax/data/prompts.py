@@ -7,6 +7,7 @@ The wording is our own, the protocol Search-R1's (METHOD.md 2): reason in <think
 from __future__ import annotations
 
 import difflib
+import re
 
 import numpy as np
 
@@ -79,3 +80,8 @@ def harmless(text: str, tokenizer) -> str:
 
 def _shorten(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def fill(template: str, **parts: str) -> str:
+    """Not str.format: questions and passages may hold braces, and so does JSON in a prompt."""
+    return re.sub(r"\{(\w+)\}", lambda match: parts.get(match[1], match[0]), template)

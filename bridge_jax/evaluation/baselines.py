@@ -234,8 +234,3 @@ def baseline_of(name: str) -> Baseline:
     if name not in BASELINES:
         raise UserError(f"--baseline={name}: must be one of {', '.join(BASELINES)}")
     return BASELINES[name]
-
-
-def fill(template: str, **parts: str) -> str:
-    """Not str.format: questions and passages may hold braces, and so does JSON in a prompt."""
-    return re.sub(r"\{(\w+)\}", lambda match: parts.get(match[1], match[0]), template)

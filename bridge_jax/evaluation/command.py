@@ -13,9 +13,10 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from bridge_jax import config as configuration
+from bridge_jax import endpoint
 from bridge_jax.data.corpora import SHIPPED
 from bridge_jax.errors import UserError
-from bridge_jax.evaluation import aggregate, endpoint, mirage, paired, provenance, sources
+from bridge_jax.evaluation import aggregate, mirage, paired, provenance, sources
 from bridge_jax.evaluation.baselines import baseline_of
 from bridge_jax.evaluation.store import Store, find_result, parts_folder, read_result
 from bridge_jax.evaluation.table import against_table, medical_table, results_table

@@ -19,13 +19,14 @@ import numpy as np
 from bridge_jax.data import medical
 from bridge_jax.data.formats import Question
 from bridge_jax.data.medical import MedicalQuestion
+from bridge_jax.data.prompts import fill
 from bridge_jax.errors import UserError
 from bridge_jax.evaluation.aggregate import Outcome
-from bridge_jax.evaluation.baselines import Action, Baseline, fill
-from bridge_jax.evaluation.generators import Generator, Reply
+from bridge_jax.evaluation.baselines import Action, Baseline
 from bridge_jax.retrieval.retriever import RetrievalFault
 from bridge_jax.rollout import protocol
 from bridge_jax.rollout.episodes import Turn
+from bridge_jax.rollout.generators import Generator, Reply
 
 ENDED = {"length": "truncated", "too_long": "context_full", "refused": "environment_fault"}
 

@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from bridge_jax.data.prompts import fill
+from bridge_jax.endpoint import Endpoint, EndpointDown
 from bridge_jax.errors import UserError
 from bridge_jax.evaluation import provenance
 from bridge_jax.evaluation.aggregate import groups, interval
-from bridge_jax.evaluation.baselines import fill
-from bridge_jax.evaluation.endpoint import Endpoint, EndpointDown
 from bridge_jax.retrieval.progress import track
 
 SCALE = 25

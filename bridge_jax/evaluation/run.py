@@ -37,6 +37,8 @@ def evaluation_engine(assets: Assets, retriever=None) -> RolloutEngine:
     """
     config = assets.engine.config
     wide = dataclasses.replace(config, batch_groups=config.batch_groups * assets.config.grpo.group_size)
+    if retriever is not None:
+        wide = dataclasses.replace(wide, question_separator="")  # what the run's own encoder wants, other ones do not know
     return RolloutEngine(assets.rollout_policy, assets.tokenizer, assets.eos_ids, wide, retriever or assets.retriever)
 
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from ml_collections import ConfigDict
 
+from bridge_jax.endpoint import Endpoint
 from bridge_jax.errors import UserError
 from bridge_jax.evaluation import provenance
 from bridge_jax.evaluation.baselines import Baseline
 from bridge_jax.evaluation.driver import Driver, Limits
-from bridge_jax.evaluation.endpoint import Endpoint
 from bridge_jax.evaluation.fusion import FusedRetriever
-from bridge_jax.evaluation.generators import EndpointGenerator, PolicyGenerator
 from bridge_jax.evaluation.run import Agent, evaluation_engine
 from bridge_jax.files import as_path
 from bridge_jax.retrieval.retriever import Retriever
+from bridge_jax.rollout.generators import EndpointGenerator, PolicyGenerator
 from bridge_jax.training import assets as run_assets
 from bridge_jax.training.search import open_corpus, open_retriever
 from bridge_jax.training.session import Session

@@ -6,10 +6,11 @@ Only *generated* answers reach these functions: finding the answer in a rollout 
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -92,3 +93,41 @@ def score_episode(answer: str | None, status: str, golds: Sequence[str], had_sea
     if exact_match(answer, golds):
         return 1.0, "correct"
     return 0.0, "wrong answer" if had_search_result else "no search result"
+
+
+# R1-Searcher's (arXiv 2503.05592): half for the format and half for having searched; then F1, and -2 for a wrong format.
+FORMAT_SHARE, SEARCH_SHARE, FORMAT_PENALTY = 0.5, 0.5, 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """What a reward may look at. em: `score_episode`'s. searches: executed ones. well_formed: see there."""
+
+    em: float
+    answer: str | None
+    golds: Sequence[str]
+    searches: int
+    well_formed: bool
+
+
+REWARDS: dict[str, Callable[[Judged], float]] = {
+    "em": lambda judged: judged.em,
+    "format_search": lambda judged: FORMAT_SHARE * judged.well_formed + SEARCH_SHARE * (judged.searches > 0),
+    "f1_format": lambda judged: f1(judged.answer, judged.golds) - FORMAT_PENALTY * (not judged.well_formed),
+}
+
+
+def well_formed(status: str, answer: str | None, trace: Sequence[tuple[str, str]]) -> bool:
+    """Whether a rollout kept to the protocol throughout: it gave an answer that is not empty, never had to be corrected, and closed
+    every <think> it opened before its action (one without any thought is as good).
+
+    trace: `Episode.trace`.
+    """
+    if status != "answered" or not (answer or "").strip() or any(kind == "corrective" for kind, _ in trace):
+        return False
+    return all(_thoughts_closed(text) for kind, text in trace if kind == "generated")
+
+
+def _thoughts_closed(text: str) -> bool:
+    tags = re.findall(r"</?think>", text)
+    return tags == ["<think>", "</think>"] * (len(tags) // 2)

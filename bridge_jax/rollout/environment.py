@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bridge_jax.data.qa import Question
 from bridge_jax.retrieval.retriever import RetrievalFault
 from bridge_jax.rollout import protocol
 from bridge_jax.rollout import sampler as device
@@ -30,13 +31,29 @@ class Found(NamedTuple):
     fault: RetrievalFault | None = None
 
 
+def searched_text(question: str, query: str, separator: str) -> str:
+    """What an encoder reads that was trained on questions and queries together (METHOD 8)."""
+    return f"{question}{separator}{query}"
+
+
 class Environment:
     """The rules (METHOD.md 2) and the retriever; every call is told the rows it is about and changes only those.
 
     retriever: as in `episodes.RolloutEngine`. candidates: passages a search returns. counts: what is counted is added here.
+    questions: by the rows' group; read with `question_separator` alone.
     """
 
-    def __init__(self, config: RolloutConfig, tokenizer, table: StopTable, retriever, candidates: int, lora, counts: Counter):
+    def __init__(
+        self,
+        config: RolloutConfig,
+        tokenizer,
+        table: StopTable,
+        retriever,
+        candidates: int,
+        lora,
+        counts: Counter,
+        questions: Mapping[int, Question],
+    ):
         self.config = config
         self.tokenizer = tokenizer
         self.table = table
@@ -44,6 +61,7 @@ class Environment:
         self.candidates = candidates
         self.lora = lora
         self.counts = counts
+        self.questions = questions
 
     def act(self, rows: Mapping[int, Row], reasons: np.ndarray) -> tuple[dict[int, np.ndarray], dict[int, str]]:
         """End the rollouts that are over and read what the others want.
@@ -82,11 +100,16 @@ class Environment:
                     observations[index] = corrective.tokens
         return observations, searches
 
-    def search(self, queries: Sequence[str]) -> Found:
-        """One batched search. Changes nothing, so it may run in a thread."""
+    def search(self, rows: Sequence[Row], searches: Mapping[int, str]) -> Found:
+        """One batched search for the queries by place. Changes nothing, so it may run in a thread."""
         began = time.monotonic()
+        separator = self.config.question_separator
+        texts = list(searches.values())
+        if separator:
+            asked = [self.questions[rows[index].group].question for index in searches]
+            texts = [searched_text(question, query, separator) for question, query in zip(asked, texts, strict=True)]
         try:
-            found = self.retriever.search(list(queries), self.candidates, lora=self.lora)
+            found = self.retriever.search(texts, self.candidates, lora=self.lora)
         except RetrievalFault as fault:
             return Found(None, None, time.monotonic() - began, fault)
         return Found(np.asarray(found.scores), np.asarray(found.rows), time.monotonic() - began)

@@ -24,10 +24,10 @@ from bridge_jax.rollout import protocol
 from bridge_jax.rollout import sampler as device
 from bridge_jax.rollout.environment import Environment
 from bridge_jax.rollout.flight import Flight, bucket, length_buckets, private_widths
-from bridge_jax.rollout.rows import Episode, RolloutConfig, Row, Turn
+from bridge_jax.rollout.rows import Episode, Opening, RolloutConfig, Row, Turn
 from bridge_jax.rollout.stopping import stop_table
 
-__all__ = ["Episode", "Played", "RolloutConfig", "RolloutEngine", "Turn", "summarise"]
+__all__ = ["Episode", "Opening", "Played", "RolloutConfig", "RolloutEngine", "Turn", "summarise"]
 
 
 class Played(NamedTuple):
@@ -83,18 +83,20 @@ class RolloutEngine:
         numbers: Sequence[int] | None = None,
         advance: Callable[[int], None] = lambda questions: None,
         finished: Callable[[Episode], None] | None = None,
+        openings: Sequence[Opening] | None = None,
     ) -> Played:
         """Roll out `group_size` samples of each question.
 
         prompts: the token ids of each question's prompt ([P] int32). numbers: of each question in its step, where this is a part of
         one; the groups of the episodes. Sample s of question number i draws from the key fold_in(key, i * group_size + s), whatever
         else is in the batch. temperature 0 is greedy. advance: told on the way how many more questions are done, often none; it may
-        raise to break off. finished: given each episode once, soon after its end. A prompt beyond max_prompt_tokens is never cut:
-        its episodes are "context_full", without tokens.
+        raise to break off. finished: given each episode once, soon after its end. openings: one a question, whose samples then go
+        on with an episode; its text so far is the prompt, which is read once for all of them. A prompt beyond max_prompt_tokens is
+        never cut: its episodes are "context_full", without tokens of their own.
 
         Raises:
           ValueError: another number of prompts than questions, no sample a question, a temperature that is none, a prompt's token
-            id that the policy does not have.
+            id that the policy does not have, an opening that no episode can have.
         """
         _check_request(questions, prompts, group_size, temperature, self._vocabulary)
         numbers = range(len(questions)) if numbers is None else numbers
@@ -106,6 +108,11 @@ class RolloutEngine:
             for sample in range(group_size)
         ]
         groups = [rows[at : at + group_size] for at in range(0, len(rows), group_size)]
+        for group, opening in zip(groups, openings or (), strict=bool(openings)):
+            for row, observation in zip(group, opening.observations, strict=True):
+                if opening.generations < 1 or len(observation) > self.config.max_observation_tokens:
+                    raise ValueError("an opening comes behind a generation and has at most max_observation_tokens")
+                row.open(opening.generations, observation)
         for group in groups:
             if not 0 < len(group[0].prompt) <= self.config.max_prompt_tokens:
                 for row in group:
@@ -115,7 +122,8 @@ class RolloutEngine:
         advance(len(groups) - len(waiting))
         longest = max((len(group[0].prompt) for group in waiting), default=0)
         self._prompt_width = max(self._prompt_width, bucket(length_buckets(self.config.max_prompt_tokens), longest))
-        environment = Environment(self.config, self.tokenizer, self._table, self.retriever, self.candidates, retriever_lora, counts)
+        parts = self.config, self.tokenizer, self._table, self.retriever, self.candidates, retriever_lora, counts, asked
+        environment = Environment(*parts)
         settings = {"group_size": group_size, "key": key, "temperature": temperature, "counts": counts}
         settings["prompt_width"] = self._prompt_width
         going = list(rows)

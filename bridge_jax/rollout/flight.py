@@ -148,6 +148,7 @@ class Flight:
             asked, search = {}, None  # row index -> query of the search under way
             while waiting or self._live():
                 self._enter(waiting)
+                self._append(self._openings())
                 if self.room.any():
                     self._decode(one_chunk=bool(asked))
                 observations = self.environment.answer(self.rows, asked, search.result()) if asked else {}
@@ -158,9 +159,9 @@ class Flight:
                     told, asked = self.environment.act(stopped, self.reasons)
                     observations |= told
                 if asked and self.config.overlap_search:
-                    search = pool.submit(self.environment.search, list(asked.values()))
+                    search = pool.submit(self.environment.search, self.rows, asked)
                 elif asked:
-                    found = self.environment.search(list(asked.values()))
+                    found = self.environment.search(self.rows, asked)
                     observations |= self.environment.answer(self.rows, asked, found)
                     asked = {}
                 self._append(observations)
@@ -192,6 +193,15 @@ class Flight:
         for at in range(0, count, self.entering):
             self._prefill(entering[at : at + self.entering], free[at : at + self.entering])
 
+    def _openings(self) -> dict[int, np.ndarray]:
+        """The observations that rows which have just entered begin with."""
+        opened = {}
+        for index in self._live():
+            row = self.rows[index]
+            if row.opening is not None:
+                opened[index], row.opening = row.opening, None
+        return opened
+
     def _prefill(self, groups: list[list[Row]], places: list[int]) -> None:
         size = self.group_size
         prompts = [group[0].prompt for group in groups]
@@ -204,7 +214,8 @@ class Flight:
                 index = place * size + m
                 self.rows[index] = row
                 row.began = time.monotonic()
-                self.room[index] = left[n * size + m] = self._room(row)
+                # A row with an opening stands still until that is appended.
+                self.room[index] = left[n * size + m] = self._room(row) if row.opening is None else 0
                 self.filled[index] = 0
                 sample_ids[n * size + m] = row.group * size + row.sample
         arrays = tokens, lengths, slots, sample_ids, left

@@ -33,6 +33,7 @@ class RolloutConfig:
     of the full softmax, which training recomputes: with these options its importance ratios are biased.
     min_new_tokens: of one generation; until then it can neither end its text nor complete a tag (see `sampler.Sampler`).
     overlap_search: search while the other rows decode one more chunk; for an index that is slow to answer (see `flight`).
+    question_separator: what is searched for is the question, this, and the query ("": the query alone), for encoders trained so.
     """
 
     max_searches: int = 2
@@ -51,15 +52,30 @@ class RolloutConfig:
     overlap_search: bool = False
     retry_invalid: bool = False
     cut_inside: bool = False
+    question_separator: str = ""
 
     def __post_init__(self):
         for name, value in dataclasses.asdict(self).items():
+            if isinstance(value, bool | str):
+                continue
             least = 0 if name in ("max_searches", "max_passage_tokens", "top_p", "top_k", "min_new_tokens") else 1
-            if not isinstance(value, bool) and value < least:
+            if value < least:
                 raise UserError(f"rollout.{name} = {value}: must be at least {least}")
         check_sampling(self, "rollout.")
         if self.shown > self.candidates:
             raise UserError(f"rollout.shown = {self.shown} is above rollout.candidates = {self.candidates}; lower it")
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How the samples of a question begin in the middle of an episode, whose text so far is their prompt.
+
+    generations: how many of the episode have ended, at least 1: they count towards max_searches. observations: for each sample, the
+    tokens [O] int32 of the observation that comes next.
+    """
+
+    generations: int
+    observations: Sequence[np.ndarray]
 
 
 @dataclass
@@ -111,6 +127,13 @@ class Row:
     trace: list[tuple[str, str]] = field(default_factory=list)
     began: float | None = None  # when it entered the batch
     seconds: float = 0.0
+    opening: np.ndarray | None = None  # an observation that it has, and that its cache has not: it begins with that
+
+    def open(self, generations: int, observation: np.ndarray) -> None:
+        """Begin behind `generations` generations, with an observation (`Opening`)."""
+        self.generation, self.opening = generations, observation
+        self.write(observation.tolist())
+        self.start = len(self.tokens)
 
     def write(self, tokens: Sequence[int], logps: Sequence[float] | None = None) -> None:
         self.tokens.extend(tokens)

@@ -15,7 +15,7 @@ from bridge_jax.data.cache import cache_dir
 from bridge_jax.data.formats import canonical_name
 from bridge_jax.data.qa import OFFICIAL
 from bridge_jax.errors import UserError
-from bridge_jax.files import as_path, local_copy
+from bridge_jax.files import AnyPath, as_path, local_copy
 from bridge_jax.mesh import batch_ways, make_mesh, rollout_mesh, shard_tree
 from bridge_jax.models import e5, hub, qwen2
 from bridge_jax.models.attention_kernels import choose_backend
@@ -23,7 +23,8 @@ from bridge_jax.models.lora import LoRAConfig
 from bridge_jax.retrieval.corpus import Corpus
 from bridge_jax.retrieval.retriever import Retriever
 from bridge_jax.rollout.episodes import RolloutConfig, RolloutEngine
-from bridge_jax.training.search import open_corpus, open_retriever
+from bridge_jax.training.methods import method_of, stage_of
+from bridge_jax.training.search import open_corpus, open_retriever, open_trained
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +55,11 @@ class Assets:
     policy_fingerprint: str  # of the weights the policy starts from
 
 
-def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True) -> Assets:
+def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True, trained: AnyPath | None = None) -> Assets:
     """Load models and corpus, build the index where there is none yet.
 
     Args:
+      trained: a folder with the encoder that took the place of config.retriever.encoder, and its index (`trained_folder`).
       use_warmstart: False gives the model that `config.policy.model` names even when a warm start is configured.
 
     Raises:
@@ -74,7 +76,7 @@ def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True
     mesh = mesh if mesh.size > 1 else None
     rollouts = rollout_mesh(mesh, config.mesh.rollout_tensor)
     corpus = open_corpus(config)
-    encoder = load_encoder(config, rollouts)
+    encoder = load_encoder(config, rollouts, trained)
     source = policy_source(config, as_path(workdir)) if use_warmstart else config.policy.model
     folder, compute_dtype = hub.resolve(source), jnp.dtype(config.policy.compute_dtype)
     head_dim = qwen2.config_from_folder(folder).head_dim
@@ -90,7 +92,7 @@ def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True
     rollout_policy = policy.clone(mesh=rollouts)
     tokenizer = qwen2.load_tokenizer(folder)
     eos_ids = qwen2.eos_ids(folder, tokenizer)
-    retriever = open_retriever(config, encoder, corpus, rollouts)  # last: all that can be wrong is found before the long work
+    retriever = open_search(config, encoder, corpus, rollouts, trained)  # last: what can be wrong is found before the long work
     return Assets(
         config=config,
         mesh=mesh,
@@ -105,9 +107,44 @@ def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True
         corpus=corpus,
         index=retriever.index,
         retriever=retriever,
-        engine=RolloutEngine(rollout_policy, tokenizer, eos_ids, rollout_config(config), retriever),
+        engine=RolloutEngine(rollout_policy, tokenizer, eos_ids, rollout_config(config, encoder if trained else None), retriever),
         policy_fingerprint=hub.weights_fingerprint(folder),
     )
+
+
+def with_encoder(assets: Assets, trained: AnyPath) -> Assets:
+    """The same with another encoder and its index, which is built there where it is not yet."""
+    config, mesh = assets.config, assets.rollout_mesh
+    encoder = load_encoder(config, mesh, trained)
+    retriever = open_search(config, encoder, assets.corpus, mesh, trained)
+    engine = RolloutEngine(assets.rollout_policy, assets.tokenizer, assets.eos_ids, rollout_config(config, encoder), retriever)
+    return dataclasses.replace(
+        assets, encoder=encoder, tower=on_mesh(encoder, assets.mesh), index=retriever.index, retriever=retriever, engine=engine
+    )
+
+
+def open_search(config: ConfigDict, encoder: e5.Encoder, corpus: Corpus, mesh: Mesh | None, trained: AnyPath | None):
+    """The retriever of the configuration, or that of an encoder which a run has trained."""
+    if trained is None:
+        return open_retriever(config, encoder, corpus, mesh)
+    return open_trained(config, encoder, corpus, trained / "index", mesh)
+
+
+def round_folder(workdir: AnyPath, number: int) -> AnyPath:
+    """Where round `number` (from 1) of a method that trains the encoder keeps what it made."""
+    return workdir / "agentic_r" / f"round_{number}"
+
+
+def trained_folder(config: ConfigDict, workdir: AnyPath, step: int) -> AnyPath | None:
+    """Where the encoder lies that the run has used in step `step`; None for that of the configuration."""
+    if not step or not method_of(config).trains_encoder:
+        return None
+    return round_folder(as_path(workdir), stage_of(config, step)[0])
+
+
+def separator(encoder: e5.Encoder) -> str:
+    """What stands between question and query for an encoder trained on both (METHOD 8): its own separator token."""
+    return f" {encoder.tokenizer.sep_token or '[SEP]'} "
 
 
 def on_mesh(encoder: e5.Encoder, mesh: Mesh | None) -> e5.Encoder:
@@ -146,10 +183,11 @@ def retriever_lora(config: ConfigDict, shape: e5.Shape) -> LoRAConfig:
     return e5.tower_lora(shape, config.retriever.lora_rank, config.retriever.lora_alpha)
 
 
-def load_encoder(config: ConfigDict, mesh: Mesh | None) -> e5.Encoder:
+def load_encoder(config: ConfigDict, mesh: Mesh | None, trained: AnyPath | None = None) -> e5.Encoder:
     r = config.retriever
     given = {name: r[name] for name in ("pooling", "query_prefix", "passage_prefix") if r[name] != "auto"}
-    encoder = e5.load(r.encoder, mesh=mesh, max_length=r.max_length, **given)
+    name = r.encoder if trained is None else local_copy(trained / "retriever", cache_dir())
+    encoder = e5.load(name, mesh=mesh, max_length=r.max_length, **given)
     return dataclasses.replace(encoder, module=encoder.module.clone(lora=retriever_lora(config, encoder.module.config)))
 
 
@@ -167,7 +205,8 @@ def refuse_strange_corpus(config: ConfigDict) -> None:
         )
 
 
-def rollout_config(config: ConfigDict) -> RolloutConfig:
+def rollout_config(config: ConfigDict, trained: e5.Encoder | None = None) -> RolloutConfig:
+    """trained: an encoder that reads the question with the query."""
     r = config.rollout
     return RolloutConfig(
         max_searches=r.max_searches,
@@ -186,4 +225,5 @@ def rollout_config(config: ConfigDict) -> RolloutConfig:
         overlap_search=r.overlap_search,
         retry_invalid=r.retry_invalid,
         cut_inside=r.cut_inside,
+        question_separator="" if trained is None else separator(trained),
     )

@@ -42,6 +42,16 @@ def _items(state: BridgeState) -> dict[str, dict]:
     return items
 
 
+def newest(folder: AnyPath) -> int:
+    """The step of the newest whole checkpoint; 0 without one."""
+    if not folder.is_dir():
+        return 0
+    checkpoints = Checkpoints(folder, 1, {}, read_only=True)
+    step = checkpoints.latest() or 0
+    checkpoints.close()
+    return step
+
+
 class Checkpoints:
     """The `checkpoints/` folder of a run.
 

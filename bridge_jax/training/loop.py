@@ -33,24 +33,25 @@ from bridge_jax.data.prompts import build_prompt
 from bridge_jax.data.qa import Question, load_questions
 from bridge_jax.data.stream import Mixture, QuestionStream
 from bridge_jax.errors import UserError
-from bridge_jax.files import as_path, write_text, written_locally
-from bridge_jax.models import e5, pocket_models, qwen2
-from bridge_jax.models.lora import merge_lora, save_peft
-from bridge_jax.objectives import rewards, scoring
+from bridge_jax.files import as_path, write_text
+from bridge_jax.objectives import scoring
 from bridge_jax.objectives.bilevel import BridgeState
 from bridge_jax.objectives.grpo import group_advantages, informative_groups
 from bridge_jax.rollout.episodes import Played, summarise
 from bridge_jax.training import batch as batches
 from bridge_jax.training import flops
-from bridge_jax.training.assets import Assets, load_assets, policy_lora, policy_source, retriever_lora
-from bridge_jax.training.checkpoints import Checkpoints
+from bridge_jax.training.agentic import prepare
+from bridge_jax.training.assets import Assets, load_assets, trained_folder
+from bridge_jax.training.checkpoints import Checkpoints, newest
 from bridge_jax.training.credit_stage import CreditStage
 from bridge_jax.training.display import Display
-from bridge_jax.training.episode_metrics import rollout_rows, step_metrics
+from bridge_jax.training.episode_metrics import judge, rollout_rows, step_metrics
+from bridge_jax.training.export import export
 from bridge_jax.training.goodput import Clock, Goodput, utilisation
-from bridge_jax.training.methods import method_of, stage_of, total_steps
+from bridge_jax.training.methods import method_of, stage_ends, stage_of, stages_of, total_steps
 from bridge_jax.training.metrics import RunLog, read_metrics
 from bridge_jax.training.publish import bytes_per_device
+from bridge_jax.training.selection import Selection
 from bridge_jax.training.session import claim
 from bridge_jax.training.state import Learner, fingerprint
 from bridge_jax.training.workdir import exclusive, written_field
@@ -77,7 +78,8 @@ def run(config: ConfigDict, workdir: Path, evaluate: Evaluate) -> bool:
         stream = QuestionStream(training_mixture(config), config.train.questions, config.train.seed)
         if config.train.questions < distributed.count():
             raise UserError(f"config.train.questions={config.train.questions}: fewer than the {distributed.count()} processes")
-        assets = load_assets(config, workdir)
+        step = newest(workdir / "checkpoints") if method_of(config).trains_encoder else 0
+        assets = load_assets(config, workdir, trained=trained_folder(config, workdir, step))
         build_prompt(stream.batch_at(0)[0], assets.tokenizer, config.rollout.prompt)  # an unknown style is told before the claim
         return stream, assets
 
@@ -105,7 +107,7 @@ class Run:
 
     def __init__(self, config, workdir, evaluate, assets, learner, stream, checkpoints: Checkpoints, start: int):
         self.config, self.workdir, self.evaluate, self.learner = config, workdir, evaluate, learner
-        self.checkpoints, self.start, self.total = checkpoints, start, total_steps(config)
+        self.checkpoints, self.start, self.total, self.ends = checkpoints, start, total_steps(config), stage_ends(config)
         fields = configuration.flatten(config)
         self.log = RunLog(workdir, start, config.train.tensorboard, config.train.wandb, fields, distributed.is_main())
         self.loop = Loop(config, assets, learner, stream, self.log, start)
@@ -119,9 +121,10 @@ class Run:
             self._begin(state)
             while self.done < self.total:
                 self._obey()
+                began = self._begin_round(state)
                 state, metrics = self.loop.step(self.done + 1, state)
                 self.done += 1
-                self._after_step(state, metrics)
+                self._after_step(state, metrics | began)
             self._obey()
         except distributed.Preempted:
             self._stop(state)
@@ -144,11 +147,23 @@ class Run:
         if last and last[-1].get("eval/em", 0.0) is None:
             self.log.amend(self.start, {"eval/em": self._evaluation(state)})
 
+    def _begin_round(self, state: BridgeState) -> dict[str, float]:
+        """Before a round's first step, where the method trains the encoder: the retriever of this round. Returns its metrics."""
+        config, (number, _) = self.config, stage_of(self.config, self.done + 1)
+        if not method_of(config).trains_encoder or self.done not in (0, *self.ends):
+            return {}
+        questions = QuestionStream(training_mixture(config), config.agentic.questions, config.train.seed).batch_at(number - 1)
+        variables = self.learner.policy_variables(state)
+        assets, metrics = prepare(config, self.workdir, number, self.learner.assets, variables, questions)
+        self.learner.use(assets)
+        self.loop.assets, self.checkpoints.fingerprint = assets, fingerprint(config, assets)
+        return metrics
+
     def _after_step(self, state: BridgeState, metrics: dict[str, float]) -> None:
         """Evaluate, write the row, save."""
         step, train = self.done, self.config.train
         self.row, score = {"step": step, **metrics, "time/evaluation": 0.0}, None
-        if step % train.steps == 0 or (train.eval_every and step % train.eval_every == 0):
+        if step in self.ends or (train.eval_every and step % train.eval_every == 0):
             self.row["eval/em"] = None
             began = time.monotonic()
             score = self.row["eval/em"] = self._evaluation(state)
@@ -185,8 +200,7 @@ class Run:
 
     def _obey(self) -> None:
         """Raises Preempted in all processes when one of them has been told to stop."""
-        if distributed.any_process(preemption.noted()):
-            raise distributed.Preempted
+        preemption.check_together()
 
     def _stop(self, state: BridgeState) -> None:
         """SIGTERM: `state` is the last finished step's. An evaluation that it broke off is made up for when the run goes on."""
@@ -238,6 +252,7 @@ class Loop:
         self.goodput, self.saving = Goodput(), 0.0  # saving: seconds of the checkpoint after the last step
         self._key = jax.random.key(config.train.seed)
         self._credit = CreditStage(config, assets)
+        self._selection = Selection(config, log.workdir, learner)
         self._gap_limit = 1e-3 if config.policy.compute_dtype == "float32" else 2e-2
         self._skipped = 0  # steps in a row with a skipped update; a resumed run reads them and the counts back
         self._counts = dict.fromkeys(COUNTS, 0)
@@ -254,8 +269,7 @@ class Loop:
         """
         config, assets, learner = self.config, self.assets, self.learner
         number, within = stage_of(config, step)
-        method = method_of(config)
-        stage = method.stages[number - 1]
+        method, stage = method_of(config), stages_of(config)[number - 1]
         clock, model = Clock(), assets.policy.config
 
         variables, lora = learner.policy_variables(state), learner.retriever_lora(state)
@@ -268,10 +282,7 @@ class Loop:
         metrics["flops/rollout"] = flops.rollout_flops(model, episodes)
         clock.lap("rollout")
 
-        judged = [
-            rewards.score_episode(e.answer, e.status, e.question.golds, any(turn.shown for turn in e.turns)) for e in episodes
-        ]
-        scores, reasons = np.asarray([score for score, _ in judged], np.float32), [reason for _, reason in judged]
+        scores, reasons = judge(episodes, stage.reward)
         groups = scores.reshape(-1, config.grpo.group_size)
         valid = np.asarray([e.status != "environment_fault" for e in episodes]).reshape(groups.shape)
         advantages = np.asarray(group_advantages(groups, config.grpo.advantage, valid)).reshape(-1)
@@ -312,6 +323,10 @@ class Loop:
             self._counts["count/policy_updates"] += 1
         else:
             state = learner.keep_policy(state)
+        if stage.collect:
+            state, learned = self._selection(step, state, episodes)
+            metrics |= learned
+            clock.lap("policy")
         if config.train.log_rollouts_every and step % config.train.log_rollouts_every == 0:
             rows = rollout_rows(step, episodes, scores, reasons, advantages, assets.corpus, scored, config.credit.tau)
             self.log.write_rollouts(step, rows)
@@ -360,23 +375,3 @@ class Loop:
     def _count_skipped(self, row: dict) -> None:
         skipped = sum(row.get(f"{part}/skipped_updates") or 0.0 for part in ("policy", "retriever", "ppo"))
         self._skipped = self._skipped + 1 if skipped else 0
-
-
-def export(workdir: Path, config: ConfigDict, assets: Assets, state: BridgeState) -> None:
-    """The trained policy as a Hugging Face folder (a LoRA merged into it) and the retriever's LoRA in PEFT's format.
-
-    With several processes all must call it; the main one writes.
-    """
-    if config.policy.trainable == "lora":
-        adapter = policy_lora(config)
-        with written_locally(workdir / "policy_lora") as folder:
-            save_peft(folder, state.policy, adapter, "qwen2", policy_source(config, workdir))
-        params = merge_lora(assets.base_params, state.policy, adapter)
-    else:
-        params = state.policy
-    with written_locally(workdir / "policy") as folder:
-        qwen2.save(folder, assets.policy, params, assets.tokenizer)
-    with written_locally(workdir / "retriever") as folder:
-        shape = assets.encoder.module.config
-        adapter, base = retriever_lora(config, shape), pocket_models.upstream(config.retriever.encoder)
-        save_peft(folder, state.retriever, adapter, e5.architecture(shape), base)

@@ -17,10 +17,18 @@ from ml_collections import ConfigDict
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Which levels learn in the stage's `config.train.steps` steps."""
+    """Which levels learn in the stage's steps.
+
+    reward: what the policy is rewarded by, a name of `objectives.rewards.REWARDS`. share: of config.train.steps, where the method's
+    stages divide them. collect: the rollouts are collected; the policy learns by supervision on selected ones at the stage's end
+    (`training/selection.py`).
+    """
 
     retriever: bool
     policy: bool
+    reward: str = "em"
+    share: float = 1.0
+    collect: bool = False
 
 
 POLICY = Stage(retriever=False, policy=True)
@@ -36,6 +44,10 @@ class Method:
       (`objectives.rag`). None of them: eta stays the base encoder.
     estimator: the policy's gradient (METHOD 1). "one_state": grad J_RL. "drop": + gamma grad L_RAG(eta_gamma). "two_state":
       + gamma [grad L_RAG(eta_gamma) - grad L_RAG(eta*)], which carries eta*, a second retriever that descends L_RAG alone.
+    divides: the stages divide config.train.steps between them, and go on with the questions where the one before ended. Else each
+      stage has all steps, and the same questions.
+    trains_encoder: before each of config.agentic.rounds rounds, which divide the steps, the whole encoder is trained and the corpus
+      indexed anew (`training/agentic.py`).
     implied, at_most: config fields that choosing the method sets, or caps, unless the command line says otherwise. An implied value
       may be a function of the configuration as it stands once caps and earlier values are set.
     """
@@ -46,6 +58,8 @@ class Method:
     use_rag: bool = False
     distil: str = ""
     estimator: str = "one_state"
+    divides: bool = False
+    trains_encoder: bool = False
     implied: Mapping[str, object] = dataclasses.field(default_factory=dict)
     at_most: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
@@ -56,6 +70,11 @@ class Method:
     @property
     def trains_policy(self) -> bool:
         return any(stage.policy for stage in self.stages)
+
+    @property
+    def leaves_retriever(self) -> bool:
+        """Whether the retriever stays as it is throughout."""
+        return not (self.trains_retriever or self.trains_encoder)
 
 
 METHODS = {
@@ -118,6 +137,21 @@ METHODS = {
         use_rag=True,
         estimator="drop",
     ),
+    # Systems that train their own way (METHOD 8; docs/comparators.md).
+    "agentic_r": Method(
+        "rounds: the whole encoder by InfoNCE on passages of dual utility, a new index, then GRPO (or PPO) with it",
+        (POLICY,),
+        trains_encoder=True,
+    ),
+    "r1_searcher": Method(
+        "GRPO in two stages: rewarded for format and for searching; then for the answer's F1, with a penalty on format",
+        (Stage(False, True, reward="format_search", share=0.2), Stage(False, True, reward="f1_format", share=0.8)),
+        divides=True,
+    ),
+    "simple_deep_searcher": Method(
+        "supervised: many rollouts of the initial policy, filtered; then training on the selected ones",
+        (Stage(False, False, collect=True),),
+    ),
 }
 
 
@@ -125,12 +159,30 @@ def method_of(config: ConfigDict) -> Method:
     return METHODS[config.method.name]
 
 
+def stages_of(config: ConfigDict) -> tuple[Stage, ...]:
+    """The stages of the run; a method that trains the encoder has one a round."""
+    method = method_of(config)
+    return method.stages * config.agentic.rounds if method.trains_encoder else method.stages
+
+
+def stage_ends(config: ConfigDict) -> tuple[int, ...]:
+    """The last step of each stage; where stages divide the steps, each has one at least."""
+    method, stages, steps = method_of(config), stages_of(config), config.train.steps
+    if not (method.divides or method.trains_encoder):
+        return tuple(steps * n for n in range(1, len(stages) + 1))
+    shares, count = [stage.share for stage in stages], len(stages)
+    exact = [round(steps * sum(shares[:n]) / sum(shares)) for n in range(1, count + 1)]
+    return tuple(min(max(end, n), steps - (count - n)) for n, end in enumerate(exact, start=1))
+
+
 def total_steps(config: ConfigDict) -> int:
     """Steps of the whole run."""
-    return len(method_of(config).stages) * config.train.steps
+    return stage_ends(config)[-1]
 
 
 def stage_of(config: ConfigDict, step: int) -> tuple[int, int]:
-    """Run step `step` (from 1) -> (number of its stage, number of the step within the stage), both from 1."""
-    stage, within = divmod(step - 1, config.train.steps)
-    return stage + 1, within + 1
+    """Run step `step` (from 1) -> (number of its stage, number of the questions it draws), both from 1."""
+    ends = stage_ends(config)
+    stage = sum(step > end for end in ends[:-1])
+    within = step if ends[-1] == config.train.steps else step - stage * config.train.steps
+    return stage + 1, within

@@ -11,8 +11,9 @@ from ml_collections import ConfigDict
 from bridge_jax.data import corpora
 from bridge_jax.data.cache import cache_dir
 from bridge_jax.errors import UserError
-from bridge_jax.files import local_copy
+from bridge_jax.files import AnyPath, is_remote, local_copy
 from bridge_jax.models import e5
+from bridge_jax.retrieval import manifest as manifests
 from bridge_jax.retrieval.bm25 import BM25Retriever, build_bm25, open_bm25
 from bridge_jax.retrieval.client import Client, RemoteIndex
 from bridge_jax.retrieval.corpus import Corpus
@@ -67,10 +68,28 @@ def open_or_build(config: ConfigDict, encoder: e5.Encoder, corpus: Corpus, folde
     if encoder.pooling != "mean":  # that of older names
         what += (encoder.pooling, encoder.append_eos)
     name = f"{Path(config.retriever.encoder).name}-{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}"
-    index = build_index(corpus, encoder, cache_dir() / "indexes" / name, "exact" if kind == "approx" else kind)
+    return _built(kind, encoder, corpus, cache_dir() / "indexes" / name, mesh)
+
+
+def _built(kind: str, encoder: e5.Encoder, corpus: Corpus, folder: Path, mesh: Mesh | None):
+    index = build_index(corpus, encoder, folder, "exact" if kind == "approx" else kind)
     if mesh is None and kind != "approx":
         return index
-    return open_index(cache_dir() / "indexes" / name, encoder, corpus, kind if kind == "approx" else None, mesh)
+    return open_index(folder, encoder, corpus, kind if kind == "approx" else None, mesh)
+
+
+def open_trained(config: ConfigDict, encoder: e5.Encoder, corpus: Corpus | MergedCorpus, folder: AnyPath, mesh: Mesh | None):
+    """The retriever of an encoder that the run has trained: its index in `folder` (several corpora: folder/0, /1, ...), built there
+    on first use. That of another corpus than the run's, or of a run in a bucket, is kept in the cache."""
+    parts, indexes = corpus.corpora if isinstance(corpus, MergedCorpus) else [corpus], []
+    for n, part in enumerate(parts):
+        place = folder if len(parts) == 1 else folder / str(n)
+        have = None if is_remote(folder) else manifests.read(place)
+        if is_remote(folder) or (have is not None and have.corpus_fingerprint != part.fingerprint):
+            indexes.append(open_or_build(config, encoder, part, "", mesh))
+        else:
+            indexes.append(_built(config.index.kind, encoder, part, place, mesh))
+    return Retriever(encoder, indexes[0] if len(indexes) == 1 else MergedIndex(indexes, config.index.merge), corpus)
 
 
 def _names(text: str) -> list[str]:

@@ -10,10 +10,10 @@ from ml_collections import ConfigDict
 from bridge_jax.errors import UserError
 from bridge_jax.files import as_path
 from bridge_jax.objectives.bilevel import BridgeState
-from bridge_jax.training.assets import Assets, load_assets
+from bridge_jax.training.assets import Assets, load_assets, trained_folder
 from bridge_jax.training.checkpoints import Checkpoints
 from bridge_jax.training.inputs import claim_inputs
-from bridge_jax.training.methods import method_of
+from bridge_jax.training.methods import stages_of
 from bridge_jax.training.state import Learner, fingerprint
 from bridge_jax.training.workdir import claim_workdir
 
@@ -61,14 +61,17 @@ def open_state(config: ConfigDict, workdir: Path, which: str = "best") -> tuple[
     claim_workdir(config, workdir, may_change=USE_MAY_CHANGE, write=False)
     if which != "start" and not folder.is_dir():
         raise UserError(f"{workdir} holds no checkpoint: train first (python -m bridge_jax.train), or use --checkpoint=start")
-    assets = load_assets(config, workdir)
-    learner = Learner(config, assets)
-    state = learner.init()
+    step, checkpoints = 0, None
     if which != "start":
-        checkpoints = Checkpoints(folder, config.train.keep, fingerprint(config, assets), read_only=True)
+        checkpoints = Checkpoints(folder, config.train.keep, {}, read_only=True)
         step = checkpoints.best() if which == "best" else checkpoints.latest()
         if step is None:
             raise UserError(f"{folder} holds no finished checkpoint: train first, or use --checkpoint=start")
+    assets = load_assets(config, workdir, trained=trained_folder(config, workdir, step))
+    learner = Learner(config, assets)
+    state = learner.init()
+    if checkpoints is not None:
+        checkpoints.fingerprint = fingerprint(config, assets)
         state = checkpoints.restore(step, state)
         checkpoints.close()
     return learner, state
@@ -79,7 +82,7 @@ def claim(config: ConfigDict, workdir: Path, write: bool = True) -> None:
 
     A run in stages cannot be lengthened: the next one has begun.
     """
-    staged = len(method_of(config).stages) > 1
+    staged = len(stages_of(config)) > 1
     may_change = [name for name in MAY_CHANGE if not (staged and name == "train.steps")]
     claim_workdir(config, workdir, may_change=may_change, write=write)
     claim_inputs(config, workdir, "inputs.json", write)

@@ -190,7 +190,7 @@ def train(
     check = microbatches(heldout, config, targets)
     state = trainer.start(params)
     folder = as_path(folder)
-    saver = _Saver(folder / "warmstart_state")
+    saver = StateSaver(folder / "warmstart_state")
     state = saver.restore(state)
     start = int(state.step)
     log = _Log(folder / "warmstart_metrics.jsonl", start)
@@ -223,7 +223,7 @@ def train(
     }
 
 
-class _Saver:
+class StateSaver:
     """The latest training state in a folder of its own; the one before stays until the new one is whole."""
 
     def __init__(self, folder: AnyPath):

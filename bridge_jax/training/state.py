@@ -113,6 +113,10 @@ class Learner:
         # Frozen, so published once: what the policy's LoRA acts on.
         self._base = self._publish(assets.base_params) if config.policy.trainable == "lora" else None
 
+    def use(self, assets: Assets) -> None:
+        """Another encoder of the same shape: what is compiled stays."""
+        self.assets, self._frozen = assets, self._frozen.replace(encoder=assets.tower.params)
+
     @property
     def trains_retriever(self) -> bool:
         return method_of(self.config).trains_retriever

@@ -151,7 +151,7 @@ def test_what_is_read_back(tmp_path):
         ("fidelity", "--limit=-1", "--limit: -1: must be at least 0"),
         ("method_cost", "--config=nope.py", "nope.py does not exist"),
         ("method_cost", "--rounds=0", "--rounds: 0: must be at least 1"),
-        ("credit_audit", "--rows=foo", "--rows: there is no 'foo'; there are bridge, "),
+        ("credit_audit", "--rows=foo", "--rows: there is no 'foo'; there are agentic_r, "),
         ("grpo_step", "--peers-python=/nope", "--peers-python: /nope is no program"),
         ("grpo_step", "--cases=dense,foo", "--cases: there is no 'foo'; there are dense, ragged, full_vocab"),
         ("rollout", "--groups=1,0", "--groups: 0: must be at least 1"),

@@ -9,14 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge_jax.data.medical import MedicalQuestion
+from bridge_jax.data.prompts import fill
 from bridge_jax.data.qa import Question
 from bridge_jax.errors import UserError
 from bridge_jax.evaluation.aggregate import record
-from bridge_jax.evaluation.baselines import BASELINES, baseline_of, conclusion, fill, first_sentence, short_answer
+from bridge_jax.evaluation.baselines import BASELINES, baseline_of, conclusion, first_sentence, short_answer
 from bridge_jax.evaluation.driver import Driver, Limits
-from bridge_jax.evaluation.generators import Reply, cut_at
 from bridge_jax.retrieval.corpus import Passage
 from bridge_jax.retrieval.retriever import RetrievalFault
+from bridge_jax.rollout.generators import Reply, cut_at
 
 LIMITS = Limits(searches=2, shown=2, candidates=4, new_tokens=32)
 

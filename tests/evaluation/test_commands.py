@@ -17,12 +17,12 @@ from bridge_jax.data.prompts import build_prompt
 from bridge_jax.data.qa import load_questions
 from bridge_jax.errors import UserError
 from bridge_jax.evaluation import ask_view, run, store
-from bridge_jax.evaluation.generators import PolicyGenerator
 from bridge_jax.evaluation.run import evaluate_sets, evaluation_engine, load_sets
 from bridge_jax.models import hub
 from bridge_jax.models.lora import init_lora
 from bridge_jax.retrieval.corpus import Passage
 from bridge_jax.retrieval.retriever import RetrievalFault, Retriever
+from bridge_jax.rollout.generators import PolicyGenerator
 from bridge_jax.training import sft
 from bridge_jax.training.assets import retriever_lora
 from bridge_jax.training.workdir import claim_workdir

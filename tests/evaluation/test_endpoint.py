@@ -7,9 +7,9 @@ import time
 import pytest
 from stub_server import serve
 
+from bridge_jax.endpoint import Endpoint, EndpointDown
 from bridge_jax.errors import UserError
-from bridge_jax.evaluation.endpoint import Endpoint, EndpointDown
-from bridge_jax.evaluation.generators import EndpointGenerator
+from bridge_jax.rollout.generators import EndpointGenerator
 
 
 def ask(text, **more):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from stub_server import serve
 
 from bridge_jax import judge as command
+from bridge_jax.endpoint import Endpoint
 from bridge_jax.errors import UserError
-from bridge_jax.evaluation.endpoint import Endpoint
 from bridge_jax.evaluation.judge import agreement, judge, prompt_of, read_verdict
 
 

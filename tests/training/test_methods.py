@@ -1,6 +1,8 @@
 """Each method through the real loop in miniature: what learns when, what the stages share with the methods they are made of."""
 
+import json
 import logging
+import math
 import re
 
 import numpy as np
@@ -15,7 +17,7 @@ from bridge_jax.models import e5
 from bridge_jax.models.lora import load_peft
 from bridge_jax.training.assets import rollout_config
 from bridge_jax.training.display import Display
-from bridge_jax.training.methods import METHODS, stage_of, total_steps
+from bridge_jax.training.methods import METHODS, stage_ends, stage_of, total_steps
 from bridge_jax.training.metrics import read_metrics
 from bridge_jax.training.session import open_session
 from bridge_jax.training.workdir import claim_workdir
@@ -88,6 +90,37 @@ def test_stages_split_a_run():
     config.method.name = "rl_then_rag"
     assert total_steps(config) == 6
     assert [stage_of(config, step) for step in range(1, 7)] == [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3)]
+
+
+def test_stages_that_divide_the_steps_go_on_with_the_questions():
+    config = configuration.default()
+    config.train.steps, config.method.name = 20, "r1_searcher"
+    assert stage_ends(config) == (4, 20) and [stage_of(config, step) for step in (4, 5, 20)] == [(1, 4), (2, 5), (2, 20)]
+    config.train.steps = 2
+    assert stage_ends(config) == (1, 2)  # each stage has a step
+    config.method.name, config.agentic.rounds, config.train.steps = "agentic_r", 3, 20
+    assert stage_ends(config) == (7, 13, 20) and total_steps(config) == 20
+    assert [stage_of(config, step) for step in (1, 7, 8, 20)] == [(1, 1), (1, 7), (2, 8), (3, 20)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["method.name=r1_searcher", "train.steps=1"], "2 stages"),
+        (["method.name=agentic_r", "agentic.rounds=9"], "9 stages"),
+        (["method.name=agentic_r", "agentic.judge=gpt"], "likelihood, policy, or an address"),
+        (["method.name=agentic_r", "agentic.judge=http://here/v1"], "agentic.judge_model is empty"),
+        (["method.name=agentic_r", "agentic.batch=6", "agentic.microbatch=4"], "must divide config.agentic.batch=6"),
+        (["method.name=agentic_r", "index.server=http://here"], "indexes the corpus anew"),
+        (["method.name=agentic_r", "index.kind=bm25"], "trains an encoder"),
+        (["method.name=agentic_r", "agentic.candidates=2"], "config.rollout.shown=3"),
+        (["method.name=simple_deep_searcher"], "set it to full"),
+        (["method.name=simple_deep_searcher", "policy.trainable=full", "selection.min_searches=6"], "max_searches=5"),
+    ],
+)
+def test_settings_of_comparators_that_contradict(tmp_path, overrides, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        configuration.load(tiny_run.write_config(tmp_path), overrides)
 
 
 def test_search_r1_implies_its_settings_and_an_override_wins(tmp_path, caplog):
@@ -255,3 +288,28 @@ def test_a_run_in_stages_cannot_be_lengthened(world, runs, capsys):
     workdir, _ = runs("rag_then_rl")
     assert train.main(command(world, workdir, "rag_then_rl", "--config.train.steps=4")) == 2
     assert "train.steps was 3, now 4" in capsys.readouterr().err
+
+
+def test_r1_searcher_changes_its_reward_between_stages(runs):
+    _, rows = runs("r1_searcher")
+    assert [(row["step"], row["stage"]) for row in rows] == [(1, 1), (2, 2), (3, 2)]
+    assert 0 <= rows[0]["reward/mean"] <= 1 and rows[0]["reward/mean"] != rows[0]["reward/em"]
+    for row in rows[1:]:  # F1, less 2 for a wrong format
+        assert -2 <= row["reward/mean"] - row["reward/f1"] <= 0
+    assert any(row["reward/mean"] < 0 for row in rows[1:]) and all(row["policy/grad_norm"] > 0 for row in rows)
+
+
+def test_simple_deep_searcher_learns_from_what_it_selected(world, runs):
+    overrides = "policy.trainable=full", "selection.min_searches=0", "selection.per_question=8", "warmstart.lr=1e-2"
+    workdir, rows = runs("simple_deep_searcher", *(f"--config.{override}" for override in overrides))
+    assert [tuple(row[name] for name in COUNTS) for row in rows] == [(0, 0, 32 * n) for n in (1, 2, 3)]
+    files = [workdir / "selected" / f"step_00000{n}.jsonl" for n in (1, 2, 3)]
+    kept = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    assert len(kept) == sum(row["selection/kept"] for row in rows) == rows[-1]["selection/traces"] >= 2
+    for row in rows:
+        fell = [value for name, value in row.items() if name.startswith("selection/") and name != "selection/traces"]
+        assert sum(fell) == 32  # every rollout is kept, or fell to one reason
+    assert rows[-1]["sft/steps"] == 2 * math.ceil((len(kept) - 1) / 4) and rows[-1]["sft/heldout_after"] > 0
+    start, end = (load_file(folder / "policy" / "model.safetensors") for folder in (world, workdir))
+    assert any(np.abs(start[name] - end[name]).max() > 1e-4 for name in start)
+    assert not (workdir / "selected" / "warmstart_state").exists()

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from bridge_jax.data.prompts import encode_message, harmless
-from bridge_jax.evaluation.endpoint import Endpoint
+from bridge_jax.endpoint import Endpoint
 from bridge_jax.rollout import sampler as device
 from bridge_jax.rollout.flight import Flight, bucket, length_buckets, private_widths
 from bridge_jax.rollout.rows import RolloutConfig, Row
