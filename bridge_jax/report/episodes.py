@@ -60,9 +60,9 @@ def from_rollout(row: Any) -> Episode:
 
 def from_prediction(row: Any, tau: float, titles: Mapping[str, str]) -> Episode:
     """The same of an evaluation, which keeps no p: that is softmax(scores / tau). titles: of passages by id, where known."""
-    golds = set(map(str, row.get("gold_passage_ids") or ())) if isinstance(row, dict) else set()
-    turns = []
-    for turn in _field(row, "turns", list):
+    turns, all_turns = [], _field(row, "turns", list)
+    golds = set(map(str, _maybe(row, "gold_passage_ids", list) or ()))
+    for turn in all_turns:
         ids = [str(id) for id in _field(turn, "ids", list)]
         scores = [_finite(score) for score in _field(turn, "scores", list)]
         if len(ids) != len(scores):
@@ -102,7 +102,7 @@ def _head(row: Any) -> tuple[str, str, str, list[str]]:
 def _trace(row: Any) -> list[tuple[int, str]]:
     """An evaluation of another generator keeps none."""
     parts = []
-    for part in row.get("trace") or ():
+    for part in _maybe(row, "trace", list) or ():
         kind = _field(part, "kind", str)
         if kind not in KINDS:
             raise ValueError(f"kind {kind!r} is none of {', '.join(KINDS)}")

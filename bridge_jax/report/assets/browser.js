@@ -105,7 +105,8 @@ async function startBrowser(root) {
     if (move) list.move(move);
     else list.to(event.key === "Home" ? 0 : -1);
   });
-  form.addEventListener("input", filter);
+  form.elements.words.addEventListener("input", filter);
+  form.addEventListener("change", (event) => event.target.matches("select") && filter());
   form.addEventListener("submit", (event) => event.preventDefault());
   byId("clear").addEventListener("click", () => {
     form.reset();
