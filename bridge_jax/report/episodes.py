@@ -126,10 +126,10 @@ def _turn(turn: Any) -> Search:
         shown=sum(bool(found.get("shown")) for found in documents),
         documents=named,
         gold=[rank for rank, found in enumerate(documents) if found.get("gold")],
-        score=column("score", 4),
-        p=column("p", 4),
-        l=column("l", 2) if scored else None,
-        w=column("w", 4) if scored else None,
+        score=column("score", 3),
+        p=column("p", 3),
+        l=column("l", 1) if scored else None,
+        w=column("w", 3) if scored else None,
     )
 
 
@@ -159,7 +159,7 @@ def _finite(value: Any) -> float | None:
         return None
 
 
-def _rounded(values: list[float | None], digits: int = 4) -> list[float | None]:
+def _rounded(values: list[float | None], digits: int = 3) -> list[float | None]:
     """Whole numbers without a point: `0` is a third of `0.0`."""
     found = [None if value is None else round(value, digits) for value in values]
     return [int(value) if value is not None and value == int(value) else value for value in found]

@@ -16,7 +16,7 @@ from bridge_jax.report.episodes import Episode, from_prediction, from_rollout
 from bridge_jax.report.layout import Layout, pack, packed_bytes
 from bridge_jax.report.runs import Run, evaluation, evaluation_files
 
-BUDGET = 32 * 2**20  # bytes of a page's packed episodes
+BUDGET = 64 * 2**20  # bytes of a page's packed episodes
 TRAINING, EVALUATION = 0, 1
 PROBE = 64  # episodes whose packed size tells that of the others
 

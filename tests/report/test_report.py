@@ -117,7 +117,7 @@ def test_the_layout_holds_every_episode(workdir):
         assert (query, credit, shown, gold) == (row["turns"][0]["query"], "answer", 3, [1])
         assert [block["documents"][place] for place in documents] == [[found["id"], found["title"]] for found in given]
         for name, values in (("score", score), ("p", p), ("l", l), ("w", w)):
-            assert values == pytest.approx([found[name] for found in given], abs=5e-3 if name == "l" else 5e-5)
+            assert values == pytest.approx([found[name] for found in given], abs=0.05 if name == "l" else 5e-4)
     assert len(block["documents"]) < sum(len(row["turns"][0]["documents"]) for row in rows) / 8  # each once
     assert index["source"] == [0] * len(rows) + [1] * 8
     [[*_, documents, gold, _, p, l, w]] = block["episodes"][-1]["searches"]  # noqa: E741
@@ -126,7 +126,7 @@ def test_the_layout_holds_every_episode(workdir):
         ["p2", "Passage 2"],
     ]  # titles of the rollouts
     odds = math.exp(0.25 / 0.5)
-    assert p == pytest.approx([odds / (1 + odds), 1 / (1 + odds)], abs=1e-4) and (gold, l, w) == ([1], None, None)
+    assert p == pytest.approx([odds / (1 + odds), 1 / (1 + odds)], abs=1e-3) and (gold, l, w) == ([1], None, None)
 
 
 def test_what_is_no_rollout_is_named_and_left_out(tmp_path, capsys):
