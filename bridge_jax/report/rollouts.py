@@ -74,7 +74,7 @@ def _add(layout: Layout, number: int, run: Run, sources: list[_Source], budget: 
                 layout.add(number, kind, step, episode)
         if kept < total:
             notes.append(
-                f"{run.name}: {kept:,} of {total:,} {words} are here, chosen evenly over steps: all would exceed the budget of the page "
+                f"{run.name}: {kept:,} of {total:,} {words} are here, chosen evenly over steps: all would exceed the page budget "
                 f"(--budget, in MB). The files in {'eval' if kind else 'rollouts'}/ hold every one."
             )
     return notes
