@@ -117,7 +117,7 @@ def _results(runs: Sequence[Run]) -> list[str]:
         if len(run.evaluations) > 1:
             first, last = run.evaluations[0], run.evaluations[-1]
             heading = f"Before and after {int(last['step'])} steps"
-            note = '<p class="dim">Greedy, in points; EM with its 95 % interval where the pointer rests.</p>'
+            note = '<p class="dim">Greedy, in points; EM with its 95 % interval.</p>'
             table = f"{note}{tables.comparison(first, last)}"
             if len(runs) == 1:
                 parts += [f"<h3>{heading}</h3>", table]

@@ -1,24 +1,29 @@
-"""Which episodes of a run the report holds: all, or within a budget of bytes an even choice, the same questions at every step.
+"""Which episodes of a run the report holds: all, or within a budget of bytes an even choice over steps.
 
-What is chosen depends on positions alone: of every step's questions and of every evaluated set's, each n-th. Runs on the same
-questions therefore keep the same ones, and can be compared.
+What is chosen depends on positions alone: of every step the first questions (which the stream drew at random), of every evaluated
+set the first ones of a fixed shuffle. Steps and runs on the same questions therefore keep the same ones, and can be compared; and
+no more is read of the files of a step than what is kept.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from bridge_jax.files import AnyPath
 from bridge_jax.report.episodes import Episode, from_prediction, from_rollout
 from bridge_jax.report.layout import Layout, pack, packed_bytes
-from bridge_jax.report.runs import Run, evaluation, evaluation_files
+from bridge_jax.report.runs import Run, evaluation, evaluation_files, file_state
 
 BUDGET = 64 * 2**20  # bytes of a page's packed episodes
 TRAINING, EVALUATION = 0, 1
 PROBE = 64  # episodes whose packed size tells that of the others
+COUNTED = 2**32  # bytes: of larger folders the rollouts are not counted, but estimated
 
 
 class Chosen(NamedTuple):
@@ -35,7 +40,8 @@ class _Source(NamedTuple):
 
     kind: int
     groups: int  # questions
-    episodes: Callable[[Callable[[int], bool], list[str]], Iterator[tuple[int, Episode]]]  # (which groups, faults)
+    order: Callable[[int], Sequence[int]]  # which so many of them
+    episodes: Callable[[set[int], list[str]], Iterator[tuple[int, Episode]]]  # (those groups, faults)
     size: int  # bytes when packed, estimated
 
 
@@ -64,13 +70,10 @@ def _add(layout: Layout, number: int, run: Run, sources: list[_Source], budget: 
         mine = [source for source in sources if source.kind == kind]
         kept = total = position = 0
         for source in mine:
-            # an even choice within a step; where that would be less than one question, within all steps
-            first = position if share * source.groups < 1 else 0
-            chosen = [n for n in range(source.groups) if int((first + n + 1) * share) > int((first + n) * share)]
+            count = int((position + source.groups) * share) - int(position * share)
             position += source.groups
-            kept, total = kept + len(chosen), total + source.groups
-            wanted = set(chosen)
-            for step, episode in source.episodes(wanted.__contains__, faults) if chosen else ():
+            kept, total = kept + count, total + source.groups
+            for step, episode in source.episodes(set(source.order(count)), faults) if count else ():
                 layout.add(number, kind, step, episode)
         if kept < total:
             notes.append(
@@ -94,22 +97,23 @@ def _sources(run: Run) -> list[_Source]:
 
 def _training(run: Run, group: int, titles: dict[str, str]) -> Iterator[_Source]:
     files = sorted((run.folder / "rollouts").glob("step_*.jsonl"))
-    sizes = [_lines(path) for path in files]
-    ratio = _ratio(files[len(files) // 2]) if files else 0.0
-    for path, (lines, size) in zip(files, sizes, strict=True):
+    sizes = [file_state(path)[0] for path in files]
+    a_line, ratio = _typical_line(files[len(files) // 2]) if files else (1.0, 1.0)
+    for path, size in zip(files, sizes, strict=True):
+        lines = _lines(path) if sum(sizes) <= COUNTED else math.ceil(size / a_line)
 
         def episodes(wanted, faults, path=path):
             return _rollouts(run, path, group, wanted, faults, titles)
 
-        yield _Source(TRAINING, -(-lines // group), episodes, int(size * ratio))
+        yield _Source(TRAINING, -(-lines // group), range, episodes, int(size * ratio))
 
 
 def _rollouts(
-    run: Run, path: AnyPath, group: int, wanted, faults: list[str], titles: dict[str, str]
+    run: Run, path: AnyPath, group: int, wanted: set[int], faults: list[str], titles: dict[str, str]
 ) -> Iterator[tuple[int, Episode]]:
     with path.open("rb") as file:
-        for number, line in enumerate(file):
-            if not wanted(number // group) or not line.strip():
+        for number, line in enumerate(itertools.islice(file, (max(wanted) + 1) * group)):
+            if number // group not in wanted or not line.strip():
                 continue
             try:
                 row = json.loads(line.decode("utf-8"))
@@ -133,14 +137,15 @@ def _evaluated(run: Run, titles: dict[str, str]) -> Iterator[_Source]:
             def episodes(wanted, faults, path=path, name=name):
                 step, predictions = _predictions(path)
                 for number, row in enumerate(predictions[name]):
-                    if wanted(number):
+                    if number in wanted:
                         try:
                             yield step, from_prediction(row, tau, titles)
                         except ValueError as error:
                             where = f"{run.name}/eval/{path.name}, {name}, prediction {number + 1}"
                             faults.append(f"{where}, was skipped: {_short(error)}.")
 
-            yield _Source(EVALUATION, len(rows), episodes, len(rows) * _typical(rows[:PROBE]))
+            order = functools.partial(_shuffled, len(rows))
+            yield _Source(EVALUATION, len(rows), order, episodes, len(rows) * len(pack(rows[:PROBE])) // len(rows[:PROBE]))
 
 
 @functools.lru_cache(maxsize=1)  # one evaluation may be 100 MB: no more than one at a time
@@ -152,23 +157,23 @@ def _predictions(path: AnyPath) -> tuple[int, dict[str, list]]:
     return found["step"], {name: rows for name, rows in sets if isinstance(rows, list) and rows}
 
 
-def _typical(rows: list) -> int:
-    """Packed bytes of one of these predictions."""
-    return max(1, len(pack(rows)) // len(rows))
+def _shuffled(n: int, count: int) -> list[int]:
+    """The first `count` of a shuffle of range(n) that is always the same: a smaller choice is part of a larger one."""
+    order = list(range(n))
+    random.Random(n).shuffle(order)
+    return order[:count]
 
 
-def _lines(path: AnyPath) -> tuple[int, int]:
-    """(lines, bytes)"""
-    lines = size = 0
-    last = b""
+def _lines(path: AnyPath) -> int:
+    lines, last = 0, b""
     with path.open("rb") as file:
         while piece := file.read(1 << 20):
-            lines, size, last = lines + piece.count(b"\n"), size + len(piece), piece
-    return lines + (last[-1:] not in (b"", b"\n")), size
+            lines, last = lines + piece.count(b"\n"), piece
+    return lines + (last[-1:] not in (b"", b"\n"))
 
 
-def _ratio(path: AnyPath) -> float:
-    """Packed over raw bytes of a file of rollouts, from its first lines."""
+def _typical_line(path: AnyPath) -> tuple[float, float]:
+    """(bytes of a line, packed over raw bytes) of a file of rollouts, from its first lines."""
     raw, layout = 0, Layout()
     with path.open("rb") as file:
         for line, _ in zip(file, range(PROBE)):
@@ -177,7 +182,7 @@ def _ratio(path: AnyPath) -> float:
                 raw += len(line)
             except (ValueError, RecursionError):
                 continue
-    return packed_bytes(*layout.finish()) / raw if raw else 1.0
+    return (raw / len(layout), packed_bytes(*layout.finish()) / raw) if raw else (1000.0, 1.0)
 
 
 def _short(error: Exception) -> str:

@@ -52,7 +52,7 @@ def evaluations(workdir: AnyPath) -> list[dict]:
     Raises:
       UserError: one of them is damaged.
     """
-    return [_summary(path, *_state(path)) for path in evaluation_files(workdir)]
+    return [_summary(path, *file_state(path)) for path in evaluation_files(workdir)]
 
 
 def evaluation_files(workdir: AnyPath) -> list[AnyPath]:
@@ -76,7 +76,8 @@ def _summary(path: AnyPath, size: int, changed: float) -> dict:
     return {key: value for key, value in evaluation(path).items() if key != "predictions"}
 
 
-def _state(path: AnyPath) -> tuple[int, float]:
+def file_state(path: AnyPath) -> tuple[int, float]:
+    """(bytes, time of the last change)"""
     stat = path.stat()
     return (stat.length, stat.mtime) if hasattr(stat, "length") else (stat.st_size, stat.st_mtime)
 

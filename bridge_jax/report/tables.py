@@ -63,8 +63,8 @@ def comparison(before: Mapping, after: Mapping) -> str:
         ]
         for column, _ in columns:
             for row in (old, new):
-                band = f' title="95 %: {100 * row["em_low"]:.1f} to {100 * row["em_high"]:.1f}"' if column == "em" else ""
-                cells.append(f"<td{band}>{_points(row[column])}</td>")
+                band = f" <small>{100 * row['em_low']:.0f}-{100 * row['em_high']:.0f}</small>" if column == "em" else ""
+                cells.append(f"<td>{_points(row[column])}{band}</td>")
             cells.append(f"<td>{_change(old[column], new[column])}</td>")
         cells.append(f"<td>{old['searches']:.2f} → {new['searches']:.2f}</td>")
         lines.append(f'<tr class="{kind}">{"".join(cells)}</tr>')

@@ -223,6 +223,14 @@ def test_hostile_text_is_shown_and_does_nothing(window, tmp_path):
     assert window.requests() == [] and len(window.console()) == 2  # the policy refuses both
 
 
+def test_a_file_that_was_cut_off_says_so(window, one, tmp_path):
+    text = one.read_text()
+    at = text.index('data-part="index">') + 200
+    (tmp_path / "cut.html").write_text(text[:at] + text[text.index("</script>", at) :])
+    window.driver.get(f"file://{tmp_path / 'cut.html'}")
+    window.until("return document.querySelector('#status').textContent.startsWith('The packed rollouts cannot be read')")
+
+
 def test_curves_tell_their_values(window, one):
     from selenium.webdriver import ActionChains
     from selenium.webdriver.common.keys import Keys

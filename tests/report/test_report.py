@@ -40,7 +40,7 @@ def test_the_command_writes_one_page_that_needs_nothing_else(workdir, capsys):
     assert "default-src 'none'" in text and "unsafe" not in text
     assert "prefers-color-scheme: dark" in text
     assert EVIL not in text and "&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt;" in text
-    assert ">25.0</td>" in text and ">50.0</td>" in text and "+25.0" in text
+    assert ">25.0 <small>15-35</small></td>" in text and ">50.0 <small>" in text and "+25.0" in text
     assert "seconds by phase" in text and "entropy of p" not in text  # what was not logged has no chart
 
 

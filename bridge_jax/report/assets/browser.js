@@ -33,7 +33,8 @@ async function startBrowser(root) {
 
   async function show() {
     const ticket = ++asked; // a later click wins over a block that is still being unpacked
-    const views = await Promise.all([opened, beside].filter((number) => number >= 0).map((number) => episodeView(data, number)));
+    const wanted = [opened, beside].filter((number) => number >= 0);
+    const views = await Promise.all(wanted.map((number) => episodeView(data, number)));
     if (ticket !== asked) return;
     view.replaceChildren(toolbar(), element(beside < 0 ? "div.sides" : "div.sides.two", {}, ...views));
     view.scrollTop = 0;
@@ -46,12 +47,12 @@ async function startBrowser(root) {
   function open(number) {
     opened = number;
     if (beside >= 0 && (beside === number || !partners(data, number).includes(beside))) beside = bestPartner(data, number);
-    return show();
+    return show().catch(tellFault);
   }
 
   function putBeside(number) {
     beside = number;
-    return show();
+    return show().catch(tellFault);
   }
 
   function back() {
@@ -116,12 +117,12 @@ async function startBrowser(root) {
   byId("help-close").addEventListener("click", () => help.close());
 
   const address = new URLSearchParams(location.hash.slice(1));
-  const [wanted, with_] = ["rollout", "beside"].map((name) => (address.has(name) ? Number(address.get(name)) : -1));
+  const [first, second] = ["rollout", "beside"].map((name) => (address.has(name) ? Number(address.get(name)) : -1));
   const exists = (number) => Number.isInteger(number) && number >= 0 && number < data.count;
   filter();
-  if (exists(wanted)) {
-    opened = wanted;
-    beside = exists(with_) && partners(data, wanted).includes(with_) ? with_ : -1;
+  if (exists(first)) {
+    opened = first;
+    beside = exists(second) && partners(data, first).includes(second) ? second : -1;
     await show();
     root.scrollIntoView();
   } else if (matchMedia("(min-width: 800px)").matches) {
@@ -131,4 +132,9 @@ async function startBrowser(root) {
   root.dataset.ready = Math.round(performance.now() - began);
 }
 
-if (byId("browser")) startBrowser(byId("browser"));
+// A file that was cut off on its way, for one.
+function tellFault(error) {
+  byId("status").textContent = `The packed rollouts cannot be read (${error.message}): write the report again.`;
+}
+
+if (byId("browser")) startBrowser(byId("browser")).catch(tellFault);
