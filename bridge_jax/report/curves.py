@@ -25,6 +25,8 @@ def chart(title: str, lines: Mapping[str, Sequence[Point]], most: int = 400) -> 
     The page's script reads each line's values from `data-values` and writes those of one step into <output>. A line of more than
     `most` points is thinned to the means of equal parts: the frame is not wider than that.
     """
+    several = len(lines) > 1
+    colours = {label: f"c{number % COLOURS}" for number, label in enumerate(lines)}  # of a run the same in every chart
     lines = {label: _thinned(points, most) for label, points in lines.items() if points}
     if not lines:
         return ""
@@ -40,21 +42,28 @@ def chart(title: str, lines: Mapping[str, Sequence[Point]], most: int = 400) -> 
     for value in (y0, (y0 + y1) / 2, y1):
         y = place((x0, value))[1]
         parts.append(f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 4}" y="{y + 3:.1f}" text-anchor="end">{value:.3g}</text>')
+        parts.append(f'<text x="{LEFT - 4}" y="{y + 3:.1f}" text-anchor="end">{_tick(value, max(abs(y0), abs(y1)))}</text>')
     for value, anchor in ((x0, "start"), (x1, "end")):
         parts.append(f'<text x="{place((value, y0))[0]:.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">{value:.5g}</text>')
     parts.append(f'<line class="cursor" x1="{LEFT}" y1="{TOP}" x2="{LEFT}" y2="{HEIGHT - BOTTOM}"/>')
-    for number, (label, found) in enumerate(lines.items()):
+    for label, found in lines.items():
         drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, found))
         values = " ".join(f"{step:.7g}:{value:.4g}" for step, value in found)
-        colour = f"c{number % COLOURS}"
-        parts.append(f'<polyline class="{colour}" points="{drawn}" data-label="{html.escape(label)}" data-values="{values}"/>')
+        parts.append(
+            f'<polyline class="{colours[label]}" points="{drawn}" data-label="{html.escape(label)}" data-values="{values}"/>'
+        )
         x, y = place(found[-1])
-        parts.append(f'<circle class="{colour}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>')
+        parts.append(f'<circle class="{colours[label]}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>')
     parts.append("</svg>")
-    labels = [f'<li class="c{number % COLOURS}">{html.escape(label)}</li>' for number, label in enumerate(lines)]
-    key = f'<ul class="key">{"".join(labels)}</ul>' if len(labels) > 1 else ""
+    labels = [f'<li class="{colours[label]}">{html.escape(label)}</li>' for label in lines]
+    key = f'<ul class="key">{"".join(labels)}</ul>' if several else ""
     return f"<figure><figcaption>{html.escape(title)}</figcaption>{key}{''.join(parts)}<output></output></figure>"
+
+
+def _tick(value: float, largest: float) -> str:
+    """At most 7 characters, which is what the margin holds."""
+    text = "0" if abs(value) < largest / 1e4 else f"{value:.3g}"
+    return f"{value:.0e}" if len(text) > 7 else text
 
 
 def _thinned(points: Sequence[Point], most: int) -> list[Point]:

@@ -163,7 +163,9 @@ def _evaluation_lines(evaluated: Sequence[Mapping]) -> dict[str, dict]:
             for group in LABELS
         }
         overall = found.get(LABELS["overall"])
-        lines[title] = {label: points for label, points in found.items() if label == LABELS["overall"] or points != overall}
+        lines[title] = {
+            label: points for label, points in found.items() if label == LABELS["overall"] or (points and points != overall)
+        }
     return lines
 
 

@@ -61,6 +61,12 @@ def test_long_runs_have_thin_lines():
     assert len(values) == 400 and values[0] == (12, 12) and all(math.isclose(a, b, rel_tol=1e-3) for a, b in values)
 
 
+def test_ticks_and_colours():
+    chart = curves.chart("t", {"one": [], "two": [(1, 3.12e-13), (2, 8.19e-5)]})
+    ticks = re.findall(r'text-anchor="end">([^<]*)<', chart)
+    assert ticks[:3] == ["0", "4.1e-05", "8e-05"] and 'class="c1" points' in chart and '<li class="c1">two</li>' in chart
+
+
 def test_a_run_that_has_not_begun_has_a_page(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     text = page.write_report(tmp_path).read_text()
