@@ -51,8 +51,11 @@ class Asking:
         self.temperature, self.key, self.asked = temperature, jax.random.key(seed), 0
         self.last: Episode | None = None
 
-    def answer(self, text: str, show: bool = True) -> Episode:
-        """Roll out one answer; show: print it as it comes. The first one of a session draws as `ask` with one question does.
+    def answer(self, text: str, show: bool = True, repeat: bool = True) -> Episode:
+        """Roll out one answer. The first one of a session draws as `ask` with one question does.
+
+        Args:
+          show: print it as it comes; repeat: the question before it.
 
         Raises:
           UserError: the question is none, or longer than a prompt may be.
@@ -61,7 +64,7 @@ class Asking:
         question = checked_question(text)
         prompt = build_prompt(question, assets.tokenizer, config.rollout.prompt, max_tokens=config.rollout.max_prompt_tokens)
         stream = ask_view.Stream(self.console, assets.corpus, config.credit.tau, assets.engine.decode)
-        if show:
+        if show and repeat:
             self.console.print(Text("question  ", style="bold") + Text(question))
         key = self.key if not self.asked else jax.random.fold_in(self.key, self.asked)
         self.asked += 1
@@ -118,7 +121,7 @@ def converse(asking: Asking, as_json: bool) -> int:
             if line.startswith(":"):
                 asking.command(line)
             else:
-                asking.answer(line, show=not as_json)
+                asking.answer(line, show=not as_json, repeat=not typed)
                 if as_json:
                     print(asking.json(), flush=True)
         except UserError as error:
@@ -133,7 +136,8 @@ def converse(asking: Asking, as_json: bool) -> int:
 
 def _typed(console: Console) -> Iterator[str]:
     """Lines with editing and a history that is kept, where Python has readline. Ctrl-C gives up a line, Ctrl-D ends."""
-    console.print("Ask a question; :help for commands, :quit or Ctrl-D to end.", style="dim", highlight=False)
+    hint = "Ask a question (the first answer takes longest: programs are compiled). :help for commands, :quit or Ctrl-D to end."
+    console.print(hint, style="dim", highlight=False)
     with open_history():
         while True:
             try:

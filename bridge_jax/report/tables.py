@@ -18,7 +18,8 @@ def tiles(run: Run) -> str:
             if new.get(column) is not None:
                 found.append((label, _points(new[column]), _from(old.get(column), new[column]) if len(run.evaluations) > 1 else ""))
         if new.get("searches") is not None:
-            before = f'<span class="dim">from {old["searches"]:.2f}</span>' if len(run.evaluations) > 1 else ""
+            known = len(run.evaluations) > 1 and old.get("searches") is not None
+            before = f'<span class="dim">from {old["searches"]:.2f}</span>' if known else ""
             found.append(("searches a question", f"{new['searches']:.2f}", before))
     if run.rows:
         last = run.rows[-1]
