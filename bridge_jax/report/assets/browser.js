@@ -3,7 +3,7 @@
 async function startBrowser(root) {
   const status = byId("status");
   if (typeof DecompressionStream === "undefined") {
-    status.textContent = "This browser cannot unpack the rollouts: use Firefox 113, Chrome 80, Safari 16.4 or later.";
+    status.textContent = "This browser cannot unpack the rollouts: use Firefox 113, Chrome 111, Safari 16.4 or later.";
     return;
   }
   const began = performance.now();
