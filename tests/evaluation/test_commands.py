@@ -448,15 +448,10 @@ def test_ctrl_c_stops_an_answer_and_not_the_session(taught, capsys, monkeypatch)
 
 
 def test_ask_streams_what_it_prints_at_the_end(taught):
-    """However often the host looks, the same text appears, piece by piece; no piece is printed before it was written."""
-    assets, trace = taught.world.assets, taught.traces[0]
-    printed = []
+    """However often the host looks, the same text appears, piece by piece, and is the same as that of the finished episode."""
+    assets, question = taught.world.assets, taught.traces[0].question
 
-    def rolled(chunk):
-        engine = RolloutEngine(
-            assets.policy, assets.tokenizer, assets.eos_ids, dataclasses.replace(assets.engine.config, chunk=chunk),
-            assets.retriever,
-        )  # fmt: skip
+    def rolled(engine):
         console = Console(width=120, file=io.StringIO())
         stream, pieces = ask_view.Stream(console, assets.corpus, 0.5, engine.decode), []
 
@@ -464,25 +459,21 @@ def test_ask_streams_what_it_prints_at_the_end(taught):
             stream(row)
             pieces.append(console.file.getvalue())
 
-        prompt = build_prompt(trace.question.question, assets.tokenizer, "brief")
-        [episode], _ = engine.run(
-            {"params": taught.params}, [trace.question], prompts=[prompt], group_size=1, key=jax.random.key(0), temperature=0.0,
-            watch=watch,
-        )  # fmt: skip
+        prompts = [build_prompt(question, assets.tokenizer, "brief")]
+        settings = {"prompts": prompts, "group_size": 1, "key": jax.random.key(0), "temperature": 0.0}
+        [episode], _ = engine.run({"params": taught.params}, [question], watch=watch, **settings)
         stream.end(episode)
-        printed.append(console.file.getvalue())
-        assert all(whole.startswith(piece) for piece, whole in zip(pieces, [*pieces[1:], printed[-1]]))
-        return len(set(pieces))
+        text = console.file.getvalue()
+        assert all(later.startswith(piece) for piece, later in zip(pieces, [*pieces[1:], text]))
+        return len(set(pieces)), text, episode
 
-    few, many = rolled(64), rolled(2)
-    assert many > few + 3 and printed[0] == printed[1]
+    often = dataclasses.replace(assets.engine.config, chunk=2)
+    few, text, episode = rolled(assets.engine)
+    many, same, _ = rolled(RolloutEngine(assets.policy, assets.tokenizer, assets.eos_ids, often, assets.retriever))
+    assert many > few + 3 and text == same
     console = Console(width=120, file=io.StringIO())
-    [episode], _ = assets.engine.run(
-        {"params": taught.params}, [trace.question], prompts=[build_prompt(trace.question.question, assets.tokenizer, "brief")],
-        group_size=1, key=jax.random.key(0), temperature=0.0,
-    )  # fmt: skip
     ask_view.show(console, episode, assets.corpus, 0.5)
-    assert console.file.getvalue() == f"question  {trace.question.question}\n{printed[0]}"
+    assert console.file.getvalue() == f"question  {question.question}\n{text}"
 
 
 def test_ask_names_what_is_wrong(taught, tmp_path, capsys):
