@@ -18,7 +18,11 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["bridge_jax", "bridge_jax.*"]),
-    package_data={"bridge_jax.data": ["embedded/*"], "bridge_jax.models": ["shipped/README.md", "shipped/*/*"]},
+    package_data={
+        "bridge_jax.data": ["embedded/*"],
+        "bridge_jax.models": ["shipped/README.md", "shipped/*/*"],
+        "bridge_jax.report": ["assets/*"],
+    },
     install_requires=[
         JAX,
         "flax>=0.12,<0.13",
@@ -58,6 +62,7 @@ setup(
             "torch==2.13.0",
             "peft>=0.17,<1",
             "faiss-cpu>=1.9,<2",
+            "selenium>=4.20,<5",
             *SERVE,
             *BM25,
         ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from rich.console import Console
 
 from bridge_jax import config as configuration
 from bridge_jax import distributed
-from bridge_jax.errors import main_guard
+from bridge_jax.errors import UserError, main_guard
 from bridge_jax.evaluation.table import comparison_table
 from bridge_jax.files import as_path
 from bridge_jax.report import page
+
+log = logging.getLogger(__name__)
 
 
 @main_guard
@@ -29,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "  python -m bridge_jax.train --config=configs/pocket.py --workdir=runs/tau --config.credit.tau=0.1\n"
         "Every field that --config.group.field=value can set is in bridge_jax/config.py, with its default and a comment.\n"
         f"Methods (config.method.name): {', '.join(configuration.METHODS)}.\n"
-        "The workdir gets config.json, metrics.jsonl, rollouts/, checkpoints/, eval/, and at the end policy/, retriever/\n"
-        "and report.html.",
+        "The workdir gets config.json, metrics.jsonl, rollouts/, checkpoints/, eval/, report.html (curves, anew after every\n"
+        "evaluation; at the end with a browser of the rollouts), and at the end policy/ and retriever/.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -57,7 +60,7 @@ def train(config: ConfigDict, workdir: Path) -> Path:
             assets, policy_variables, sets, retriever_lora=retriever_lora, seed=config.train.seed, engine=engine(assets)
         )
 
-    if loop.run(config, workdir, evaluate) and distributed.is_main():
+    if loop.run(config, workdir, evaluate, functools.partial(report_so_far, workdir)) and distributed.is_main():
         finish(config, workdir)
     return workdir
 
@@ -70,6 +73,14 @@ def keep_programs(workdir: Path) -> None:
         jax.config.update("jax_compilation_cache_dir", str(workdir / "jax_cache"))
 
 
+def report_so_far(workdir: Path) -> None:
+    """The page without rollouts, after each evaluation: milliseconds. A run does not stop because it cannot be written."""
+    try:
+        page.write_report(workdir, light=True)
+    except (UserError, OSError) as error:
+        log.warning("the report was not written (%s): python -m bridge_jax.report --workdir=%s writes it later", error, workdir)
+
+
 def finish(config: ConfigDict, workdir: Path) -> None:
     """What a finished run shows: its evaluations before and after, its curves, and where its report lies."""
     console = Console()
@@ -78,7 +89,7 @@ def finish(config: ConfigDict, workdir: Path) -> None:
         title = f"{config.method.name}: greedy evaluation before and after {found[-1]['step']} steps"
         console.print(comparison_table(found[0], found[-1], ("start", f"step {found[-1]['step']}"), title))
     console.print(page.terminal_curves(workdir), markup=False, highlight=False)
-    console.print(f"report: {page.write_report(workdir)}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"report: {page.write_report(workdir)} (open it in a browser)", markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

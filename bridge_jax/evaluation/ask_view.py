@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from rich.console import Console
@@ -10,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from bridge_jax.retrieval.corpus import Corpus
-from bridge_jax.rollout.episodes import Episode, Turn
+from bridge_jax.rollout import protocol
+from bridge_jax.rollout.rows import Episode, Row, Turn
 
 _STYLES = {"think": "italic", "search": "bold cyan", "information": "dim", "answer": "bold green"}
 _BLOCK = re.compile(r"<(think|search|information|answer)>.*?(?:</\1>|$)", re.DOTALL)
@@ -52,26 +54,71 @@ def as_json(episode: Episode, corpus: Corpus, tau: float) -> dict:
     }
 
 
+class Stream:
+    """Prints a rollout as it comes: call it with the row at every look of the host, then `end` with the episode.
+
+    What it prints does not depend on how often it is called.
+    """
+
+    def __init__(self, console: Console, corpus: Corpus, tau: float, decode: Callable[[Sequence[int]], str]):
+        self._console, self._corpus, self._tau, self._decode = console, corpus, tau, decode
+        self._parts = self._turns = self._written = 0  # of the trace, of the turns, of the generation under way
+        self._over: int | None = None  # where the generation began that is in the trace already
+
+    def __call__(self, row: Row) -> None:
+        self._trace(row.trace, row.turns, row.start)
+        if row.status is None and row.start != self._over:
+            text = protocol.cut(self._decode(row.tokens[row.start :])).rstrip("\ufffd")
+            self._generated(text.rstrip())
+
+    def end(self, episode: Episode) -> None:
+        """What has not been printed yet: searches whose passages did not fit into the context any more, and the answer."""
+        self._trace(episode.trace, episode.turns, 0)
+        for turn in episode.turns[self._turns :]:
+            self._console.print(_table(turn, self._corpus, self._tau))
+            self._console.print(Text(turn.error or "", style="yellow"))
+        if episode.answer is None:
+            self._console.print(Text(f"no answer ({episode.status.replace('_', ' ')})", style="bold red"))
+        else:
+            self._console.print(Text("answer  ", style="bold") + Text(episode.answer, style="bold green"))
+
+    def _trace(self, trace: Sequence[tuple[str, str]], turns: Sequence[Turn], start: int) -> None:
+        for kind, text in trace[self._parts :]:
+            if kind == "generated":
+                self._generated(text.rstrip())
+                self._console.print()
+                self._written, self._over = 0, start
+            elif kind == "information":
+                self._console.print(_table(turns[self._turns], self._corpus, self._tau))
+                self._console.print(Text(text.strip(), style="dim"))
+                self._turns += 1
+            else:
+                self._console.print(Text(text.strip(), style="bold red" if kind == "fault" else "yellow"))
+            self._parts += 1
+
+    def _generated(self, text: str) -> None:
+        """The rest of a generation's text so far."""
+        begin = max(self._written, len(text) - len(text.lstrip()))
+        if len(text) > begin:
+            self._console.print(_colour(text)[begin:], end="", soft_wrap=True)
+            self._written = len(text)
+
+
 def show(console: Console, episode: Episode, corpus: Corpus, tau: float) -> None:
     """Print the question, the trace with a table behind each search, and the answer at the end."""
     console.print(Text("question  ", style="bold") + Text(episode.question.question))
-    turns = iter(episode.turns)
-    for kind, text in episode.trace:
-        if kind == "information":
-            turn = next(turns)
-            console.print(_table(turn, corpus, tau))
-            console.print(Text(text.strip(), style="dim"))
-        elif kind == "generated":
-            console.print(_colour(text.strip()))
+    Stream(console, corpus, tau, lambda tokens: "").end(episode)
+
+
+def show_documents(console: Console, turn: Turn, corpus: Corpus, tau: float) -> None:
+    """The passages of a search: in whole where the policy was shown them, else as far as a line goes."""
+    for found in documents(turn, corpus, tau):
+        style = "bold" if found["shown"] else "dim"
+        console.print(Text(f"{found['rank']}  {found['title']}", style) + Text(f"  ({found['id']}, p {found['p']:.3f})", "dim"))
+        if found["shown"]:
+            console.print(Text(f"{found['text']}\n"))
         else:
-            console.print(Text(text.strip(), style="bold red" if kind == "fault" else "yellow"))
-    for turn in turns:  # a search whose passages did not fit into the context any more
-        console.print(_table(turn, corpus, tau))
-        console.print(Text(turn.error or "", style="yellow"))
-    if episode.answer is None:
-        console.print(Text(f"no answer ({episode.status.replace('_', ' ')})", style="bold red"))
-    else:
-        console.print(Text("answer  ", style="bold") + Text(episode.answer, style="bold green"))
+            console.print(Text(found["text"], "dim"), no_wrap=True, overflow="ellipsis")
 
 
 def _colour(text: str) -> Text:

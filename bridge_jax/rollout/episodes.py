@@ -66,6 +66,10 @@ class RolloutEngine:
         self._widths = private_widths(config)
         self._prompt_width = 0  # the widest so far: a run of shorter prompts needs no programs of its own
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of generated ids, special tokens spelled out; a character of which bytes are missing yet is U+FFFD."""
+        return self._table.decode(tokens)
+
     def run(self, *args, **settings) -> tuple[list[Episode], dict[str, float]]:
         """`play`, summarised: the episodes ordered by question, then sample, and the metrics."""
         return summarise([self.play(*args, **settings)])
@@ -84,6 +88,7 @@ class RolloutEngine:
         advance: Callable[[int], None] = lambda questions: None,
         finished: Callable[[Episode], None] | None = None,
         openings: Sequence[Opening] | None = None,
+        watch: Callable[[Row], None] | None = None,
     ) -> Played:
         """Roll out `group_size` samples of each question.
 
@@ -91,7 +96,8 @@ class RolloutEngine:
         one; the groups of the episodes. Sample s of question number i draws from the key fold_in(key, i * group_size + s), whatever
         else is in the batch. temperature 0 is greedy. advance: told on the way how many more questions are done, often none; it may
         raise to break off. finished: given each episode once, soon after its end. openings: one a question, whose samples then go
-        on with an episode; its text so far is the prompt, which is read once for all of them. A prompt beyond max_prompt_tokens is
+        on with an episode; its text so far is the prompt, which is read once for all of them. watch: given each row at every look
+        of the host, most often in the middle of a generation, and once when it has ended. A prompt beyond max_prompt_tokens is
         never cut: its episodes are "context_full", without tokens of their own.
 
         Raises:
@@ -130,6 +136,8 @@ class RolloutEngine:
 
         def look(done: int) -> None:
             nonlocal going
+            for row in going if watch else ():
+                watch(row)
             for row in going if finished else ():
                 if row.status is not None:
                     finished(row.episode(asked))

@@ -1,46 +1,117 @@
-"""What a person sees while `train` runs: one live bar on a terminal, one plain line a step elsewhere."""
+"""What a person sees while `train` runs: one live panel on a terminal, one plain line a step elsewhere.
+
+The panel has its place at the bottom of the terminal; what is said goes above it. It steps aside for an evaluation, which shows a
+progress of its own.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections import defaultdict, deque
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from bridge_jax.training.sparkline import sparkline
+
+# label -> metric, of the panel
+SHOWN = {
+    "reward": "reward/mean",
+    "recall@3": "retrieval/recall@3",
+    "searches": "rollout/searches",
+    "KL": "policy/kl",
+    "no advantage": "reward/zero_advantage_groups",
+    "credit, largest w": "credit/weight_max",
+}
+PHASES = ("rollout", "score", "retriever", "policy")
+SPARK = 24  # steps of a sparkline
 
 
 class Display:
-    """Context manager; `step(n, metrics)` after each step, `say(text)` for everything else (both to stderr). `quiet`: neither."""
+    """Context manager; `phase(name)` when one begins, `step(n, metrics)` after each step, `say(text)` for everything else.
+
+    All of it goes to stderr. quiet: nothing does. A terminal that cannot move its cursor, and one that a CI system plays, get plain
+    lines.
+    """
 
     def __init__(self, total: int, start: int, quiet: bool = False):
         self.console = Console(file=sys.stderr, highlight=False, quiet=quiet)
-        self._total, self._start, self._begin = total, start, time.monotonic()
-        self._progress = None
-        if self.console.is_terminal:
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-            self._progress = Progress(*columns, TextColumn("ETA"), TimeRemainingColumn(), console=self.console)
-            self._task = self._progress.add_task("first step: compiling", total=total, completed=start)
+        self._total, self._start, self._done, self._begin = total, start, start, time.monotonic()
+        self._phase, self._phase_began = "starting", time.monotonic()
+        self._last: dict[str, float] = {}
+        self._past: dict[str, deque] = defaultdict(lambda: deque(maxlen=SPARK))
+        self._live = None
+        if self.console.is_terminal and not self.console.is_dumb_terminal and not quiet and not os.environ.get("CI"):
+            self._live = Live(console=self.console, get_renderable=self._panel, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> Display:
-        if self._progress:
-            self._progress.start()
+        self._show()
         return self
 
     def __exit__(self, *exc) -> None:
-        if self._progress:
-            self._progress.stop()
+        self._hide()
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 
-    def step(self, number: int, metrics: dict[str, float]) -> None:
-        text = summary(metrics)
-        if self._progress:
-            self._progress.update(self._task, completed=number, description=text)
+    def phase(self, name: str) -> None:
+        self._phase, self._phase_began = name, time.monotonic()
+        if name == "evaluation":
+            self._hide()
         else:
-            done = number - self._start
-            left = (time.monotonic() - self._begin) / done * (self._total - number)
-            self.say(f"step {number}/{self._total}  {text}  ETA {_clock(left)}")
+            self._show()
+
+    def step(self, number: int, metrics: dict[str, float]) -> None:
+        self._done, self._last = number, metrics
+        for label, name in SHOWN.items():
+            if isinstance(metrics.get(name), int | float):
+                self._past[label].append(float(metrics[name]))
+        if self._live is None:
+            self.say(f"step {number}/{self._total}  {summary(metrics)}  ETA {_clock(self._left())}")
+
+    def _show(self) -> None:
+        if self._live and not self._live.is_started:
+            self._live.start()
+
+    def _hide(self) -> None:
+        if self._live and self._live.is_started:
+            self._live.stop()
+
+    def _left(self) -> float:
+        """Seconds: as the steps so far took on average, evaluations included."""
+        done = self._done - self._start
+        return (time.monotonic() - self._begin) / done * (self._total - self._done) if done else float("nan")
+
+    def _panel(self) -> RenderableType:
+        now = time.monotonic()
+        head = Table.grid(expand=True, padding=(0, 2, 0, 0))
+        for ratio in (None, 1, None, None):
+            head.add_column(ratio=ratio, no_wrap=True)
+        waiting = "first step: programs are compiled" if self._done == self._start else f"ETA {_clock(self._left())}"
+        phase = Text(f"{self._phase} {_clock(now - self._phase_began)}", style="cyan")
+        head.add_row(Text(f"step {self._done}/{self._total}", "bold"), ProgressBar(self._total, self._done), phase, waiting)
+        parts: list[RenderableType] = [head]
+        if self._last:
+            parts += [self._figures(), Text(_costs(self._last), style="dim", no_wrap=True, overflow="ellipsis")]
+        return Panel(Group(*parts), title=f"training {_clock(now - self._begin)}", title_align="left", border_style="dim")
+
+    def _figures(self) -> Table:
+        """Two metrics a line, each with its last value and its course."""
+        table = Table.grid(padding=(0, 2, 0, 0))
+        cells = [
+            (Text(label, "dim"), Text(f"{past[-1]:.3g}", "bold"), Text(sparkline(past), "green"))
+            for label in SHOWN
+            if (past := self._past.get(label))
+        ]
+        for at in range(0, len(cells), 2):
+            table.add_row(*(cell for group in cells[at : at + 2] for cell in group))
+        return table
 
 
 def summary(metrics: dict[str, float]) -> str:
@@ -54,7 +125,15 @@ def summary(metrics: dict[str, float]) -> str:
     return "  ".join(parts)
 
 
+def _costs(metrics: dict[str, float]) -> str:
+    """Where the last step's time went."""
+    parts = [f"{name} {metrics[f'time/{name}']:.1f}" for name in PHASES if f"time/{name}" in metrics]
+    return f"last step {metrics['time/step']:.1f} s: {'  '.join(parts)}  ({metrics['rollout/tokens_per_second']:.0f} tokens/s)"
+
+
 def _clock(seconds: float) -> str:
+    if seconds != seconds:
+        return "-"
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}"

@@ -62,11 +62,12 @@ log = logging.getLogger(__name__)
 Evaluate = Callable[[Assets, dict, dict | None], dict]
 
 
-def run(config: ConfigDict, workdir: Path, evaluate: Evaluate) -> bool:
+def run(config: ConfigDict, workdir: Path, evaluate: Evaluate, evaluated: Callable[[], None] = lambda: None) -> bool:
     """Train, or go on training, in `workdir`. Returns whether the run is finished: False when SIGTERM stopped it.
 
     Args:
       evaluate: greedy evaluation; called before the first step, every `config.train.eval_every` steps and at the end.
+      evaluated: called by the main process when an evaluation and the metrics up to it are written.
 
     Raises:
       UserError: a workdir of another configuration; missing models, data or index; too many non-finite updates in a row.
@@ -97,7 +98,7 @@ def run(config: ConfigDict, workdir: Path, evaluate: Evaluate) -> bool:
             raise UserError(f"{workdir}: not every process sees what the main one wrote there: give a --workdir that all share")
         if start:
             state = distributed.together(lambda: checkpoints.restore(start, state))
-        this = Run(config, workdir, evaluate, assets, learner, stream, checkpoints, start)
+        this = Run(config, workdir, evaluate, evaluated, assets, learner, stream, checkpoints, start)
         with contextlib.closing(checkpoints), this.display, preemption.listening(this.display.say):
             return this.train(state)
 
@@ -105,13 +106,14 @@ def run(config: ConfigDict, workdir: Path, evaluate: Evaluate) -> bool:
 class Run:
     """A run under way in this process: what is written where, and when it stops."""
 
-    def __init__(self, config, workdir, evaluate, assets, learner, stream, checkpoints: Checkpoints, start: int):
-        self.config, self.workdir, self.evaluate, self.learner = config, workdir, evaluate, learner
+    def __init__(self, config, workdir, evaluate, evaluated, assets, learner, stream, checkpoints: Checkpoints, start: int):
+        self.config, self.workdir, self.evaluate, self.evaluated, self.learner = config, workdir, evaluate, evaluated, learner
         self.checkpoints, self.start, self.total, self.ends = checkpoints, start, total_steps(config), stage_ends(config)
         fields = configuration.flatten(config)
         self.log = RunLog(workdir, start, config.train.tensorboard, config.train.wandb, fields, distributed.is_main())
         self.loop = Loop(config, assets, learner, stream, self.log, start)
         self.display = Display(self.total, start, quiet=not distributed.is_main())
+        self.loop.phase = self.display.phase
         self.done = self.saved = start  # the last finished step, and the last saved one
         self.row: dict | None = None  # of the last finished step, until it is written
 
@@ -141,6 +143,8 @@ class Run:
             path = _evaluation_path(self.workdir, 0)
             if not distributed.on_main(path.exists):
                 self._evaluation(state)
+                if distributed.is_main():
+                    self.evaluated()
             return
         self.display.say(f"{self.workdir}: going on after step {self.start}")
         last = [row for row in read_metrics(self.log.path) if row["step"] == self.start]
@@ -169,6 +173,8 @@ class Run:
             score = self.row["eval/em"] = self._evaluation(state)
             self.row["time/evaluation"] = time.monotonic() - began
         row = self._write()
+        if score is not None and distributed.is_main():
+            self.evaluated()
         self.loop.check(step, row, self.display)
         if score is not None or step % train.checkpoint_every == 0:
             self._save(state, score)
@@ -181,6 +187,7 @@ class Run:
         return row
 
     def _save(self, state: BridgeState, score: float | None = None) -> None:
+        self.display.phase("checkpoint")
         began = time.monotonic()
         self.checkpoints.save(self.done, state, score)
         self.saved = self.done
@@ -189,6 +196,7 @@ class Run:
     def _evaluation(self, state: BridgeState) -> float:
         """Evaluate and write `eval/step_<n>.json`; returns the overall exact match."""
         learner = self.learner
+        self.display.phase("evaluation")
         result = self.evaluate(learner.assets, learner.policy_variables(state), learner.retriever_lora(state))
         if distributed.is_main():
             text = json.dumps({"step": self.done, **result}, ensure_ascii=False, indent=1)
@@ -250,6 +258,7 @@ class Loop:
     def __init__(self, config: ConfigDict, assets: Assets, learner: Learner, stream: QuestionStream, log: RunLog, start: int = 0):
         self.config, self.assets, self.learner, self.stream, self.log = config, assets, learner, stream, log
         self.goodput, self.saving = Goodput(), 0.0  # saving: seconds of the checkpoint after the last step
+        self.phase: Callable[[str], None] = lambda name: None  # told what begins, for who watches
         self._key = jax.random.key(config.train.seed)
         self._credit = CreditStage(config, assets)
         self._selection = Selection(config, log.workdir, learner)
@@ -276,6 +285,7 @@ class Loop:
         jax.block_until_ready((variables, lora))
         clock.lap("publish")
 
+        self.phase("rollout")
         questions = self.stream.batch_at(within - 1)  # the same in every stage, and in every method
         episodes, metrics = summarise(distributed.share(lambda: self._play(step, questions, variables, lora)))
         metrics["memory/published_bytes"] = bytes_per_device((variables, lora))
@@ -292,11 +302,13 @@ class Loop:
 
         scored, correction = {}, None
         if stage.retriever and within % config.credit.period == 0:
+            self.phase("score")
             credited, measured = self._credit(step, variables, episodes, scores, advantages)
             metrics |= measured
             metrics["flops/score"] = flops.scoring_flops(model, credited.requests)
             scored = credited.by_turn()
             clock.lap("score")
+            self.phase("retriever")
             state, learned = learner.retriever_step(state, credited.turns)
             metrics |= learned
             clock.lap("retriever")
@@ -317,6 +329,7 @@ class Loop:
             learnt = [e for e, wanted in zip(episodes, trained.reshape(-1), strict=True) if wanted and e.generated.any()]
             metrics["flops/policy"] = flops.policy_flops(config, model, learnt)
             clock.lap("host")
+            self.phase("policy")
             state, learned = learner.policy_step(state, rollouts, correction)
             metrics |= learned
             clock.lap("policy")

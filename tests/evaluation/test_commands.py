@@ -16,12 +16,13 @@ from bridge_jax import ask, evaluate, warmstart
 from bridge_jax.data.prompts import build_prompt
 from bridge_jax.data.qa import load_questions
 from bridge_jax.errors import UserError
-from bridge_jax.evaluation import ask_view, run, store
+from bridge_jax.evaluation import ask_session, ask_view, run, store
 from bridge_jax.evaluation.run import evaluate_sets, evaluation_engine, load_sets
 from bridge_jax.models import hub
 from bridge_jax.models.lora import init_lora
 from bridge_jax.retrieval.corpus import Passage
 from bridge_jax.retrieval.retriever import RetrievalFault, Retriever
+from bridge_jax.rollout.episodes import RolloutEngine
 from bridge_jax.rollout.generators import PolicyGenerator
 from bridge_jax.training import sft
 from bridge_jax.training.assets import retriever_lora
@@ -387,6 +388,92 @@ def test_ask_json(taught, capsys):
         np.testing.assert_allclose(
             [document["p"] for document in documents], np.exp(scores / 0.5) / np.exp(scores / 0.5).sum(), rtol=1e-5
         )
+
+
+class Typed(io.StringIO):
+    """A terminal's keyboard: `input` reads it."""
+
+    def isatty(self):
+        return True
+
+
+def test_ask_keeps_a_session_in_a_pipe(taught, capsys, monkeypatch):
+    first, second = (trace.question.question for trace in taught.traces[:2])
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{first}\n\n{second}\n:quit\nnever\n"))
+    assert ask.main([*taught.flags, "--json"]) == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [found["answer"] for found in answers] == [trace.answer for trace in taught.traces[:2]]
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{'who ' * 400}\n{first}\n"))
+    assert ask.main([*taught.flags, "--json"]) == 2  # the first line is refused, the second answered
+    found = capsys.readouterr()
+    assert "error: " in found.err and "max_prompt_tokens" in found.err and len(found.out.splitlines()) == 1
+
+
+def test_ask_keeps_a_session_in_a_terminal(taught, capsys, monkeypatch, tmp_path):
+    trace = taught.traces[0]
+    lines = [":docs", trace.question.question, ":docs 1", ":docs 3", ":json", ":temperature x", ":temperature 0.5", ":fly", ":help"]
+    monkeypatch.setattr("sys.stdin", Typed("\n".join(lines) + "\n"))  # and then Ctrl-D
+    monkeypatch.setenv("BRIDGE_JAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(ask_session, "open_history", lambda: contextlib.nullcontext())  # readline belongs to real terminals
+    assert ask.main(taught.flags) == 0
+    found = capsys.readouterr()
+    assert f"answer  {trace.answer}" in found.out and ":quit" in found.out
+    passage = taught.world.assets.corpus[trace.turns[0].rows[0]]
+    assert passage.text in " ".join(found.out.split()) and '"status": "answered"' in found.out
+    errors = [line for line in found.err.splitlines() if line.startswith("error: ")]
+    for error, part in zip(
+        errors, ("ask something first", "has 2 searches", "'x' is no number", ":fly is no command"), strict=True
+    ):
+        assert part in error
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_session(taught, capsys, monkeypatch):
+    question = taught.traces[0].question.question
+    monkeypatch.setattr("sys.stdin", Typed(f"{question}\n{question}\n"))
+    monkeypatch.setattr(ask_session, "open_history", lambda: contextlib.nullcontext())
+    call, calls = ask_view.Stream.__call__, []
+
+    def interrupted(self, row):
+        call(self, row)
+        calls.append(row)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ask_view.Stream, "__call__", interrupted)
+    assert ask.main(taught.flags) == 0
+    out = capsys.readouterr().out
+    assert "stopped" in out and out.count("answer  ") == 1
+    calls.clear()
+    assert ask.main([*taught.flags, question]) == 130
+
+
+def test_ask_streams_what_it_prints_at_the_end(taught):
+    """However often the host looks, the same text appears, piece by piece, and is the same as that of the finished episode."""
+    assets, question = taught.world.assets, taught.traces[0].question
+
+    def rolled(engine):
+        console = Console(width=120, file=io.StringIO())
+        stream, pieces = ask_view.Stream(console, assets.corpus, 0.5, engine.decode), []
+
+        def watch(row):
+            stream(row)
+            pieces.append(console.file.getvalue())
+
+        prompts = [build_prompt(question, assets.tokenizer, "brief")]
+        settings = {"prompts": prompts, "group_size": 1, "key": jax.random.key(0), "temperature": 0.0}
+        [episode], _ = engine.run({"params": taught.params}, [question], watch=watch, **settings)
+        stream.end(episode)
+        text = console.file.getvalue()
+        assert all(later.startswith(piece) for piece, later in zip(pieces, [*pieces[1:], text]))
+        return len(set(pieces)), text, episode
+
+    often = dataclasses.replace(assets.engine.config, chunk=2)
+    few, text, episode = rolled(assets.engine)
+    many, same, _ = rolled(RolloutEngine(assets.policy, assets.tokenizer, assets.eos_ids, often, assets.retriever))
+    assert many > few + 3 and text == same
+    console = Console(width=120, file=io.StringIO())
+    ask_view.show(console, episode, assets.corpus, 0.5)
+    assert console.file.getvalue() == f"question  {question.question}\n{text}"
 
 
 def test_ask_names_what_is_wrong(taught, tmp_path, capsys):

@@ -75,9 +75,11 @@ def test_the_same_numbers_after_an_interruption(world, unbroken, tmp_path, monke
 
     monkeypatch.setattr(Display, "step", interrupt)
     assert train.main(command(world, tmp_path)) == 130
+    assert "They come into this page" in (tmp_path / "report.html").read_text()  # written with the evaluation before the first step
     monkeypatch.setattr(Display, "step", show)
     assert train.main(command(world, tmp_path)) == 0
     assert results(tmp_path) == results(unbroken)
+    assert 'data-part="index"' in (tmp_path / "report.html").read_text()
     for file in ("policy_lora/adapter_model.safetensors", "rollouts/step_000004.jsonl"):
         assert (tmp_path / file).read_bytes() == (unbroken / file).read_bytes()
 

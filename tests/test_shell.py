@@ -1,0 +1,49 @@
+"""The commands as a shell sees them: exit codes, one line for what is wrong, help with examples."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+COMMANDS = ("ask", "evaluate", "index", "judge", "report.__main__", "serve", "train", "warmstart")
+
+
+def shell(*words, stdin=""):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": "100"}
+    return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, input=stdin, env=environment, timeout=120)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_examples(name, capsys):
+    command = importlib.import_module(f"bridge_jax.{name}")
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--help"])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert re.search(
+        rf"\n *examples?:.*?\n +python -m bridge_jax.{name.removesuffix('.__main__')} ", out, re.IGNORECASE | re.DOTALL
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("bridge_jax.report", "--help"), 0, ""),
+        (("bridge_jax.report", "--workdir=/nowhere/run"), 2, "error: /nowhere/run holds no run"),
+        (("bridge_jax.report", "--nonsense"), 2, "required: --workdir"),
+        (("bridge_jax.ask", "--workdir=/nowhere/run", "Who?"), 2, "error: /nowhere/run/config.json does not exist: give a run's"),
+        (
+            ("bridge_jax.train", "--config=/nowhere.py", "--workdir=/nowhere/run"),
+            2,
+            "error: config file /nowhere.py does not exist",
+        ),
+    ],
+)
+def test_exit_codes(words, code, said):
+    ended = shell(*words)
+    assert (ended.returncode, said in ended.stderr, "Traceback" in ended.stderr) == (code, True, False), ended.stderr
+    if said.startswith("error: "):
+        assert len([line for line in ended.stderr.splitlines() if line.startswith("error: ")]) == 1
