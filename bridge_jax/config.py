@@ -60,6 +60,7 @@ def default() -> ConfigDict:
     c.index.kind = "auto"  # auto | scann | exact | approx (exact and approx: on the devices) | bm25 (with a frozen retriever)
     c.index.limit = 0  # first rows of the corpus only; 0 = all
     c.index.merge = "score"  # of several: score | rank (reciprocal rank: each corpus's first, then each one's second, ...)
+    c.index.function = ""  # module:function that gives another retriever (docs/extending.md)
     c.index.server = ""  # "http://host:port,..." = python -m bridge_jax.serve holds the index; the corpus is read here
 
     c.data = ConfigDict()
@@ -86,7 +87,11 @@ def default() -> ConfigDict:
     c.rollout.max_passage_tokens = 0  # of each shown or scored passage; 0 = no limit of its own
     c.rollout.chunk = 32  # tokens decoded between two looks of the host
     c.rollout.batch_groups = 64  # question groups decoded together
+    c.rollout.tool = ""  # module:function that answers some of the queries itself (docs/extending.md)
     c.rollout.overlap_search = False  # search while other rows decode: pays when a search takes longer than a few decoding steps
+
+    c.reward = ConfigDict()
+    c.reward.function = ""  # module:function; "" = exact match with a gold answer (docs/extending.md)
 
     c.grpo = ConfigDict()
     c.grpo.group_size = 8

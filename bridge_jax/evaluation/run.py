@@ -37,7 +37,8 @@ def evaluation_engine(assets: Assets, retriever=None) -> RolloutEngine:
     """
     config = assets.engine.config
     wide = dataclasses.replace(config, batch_groups=config.batch_groups * assets.config.grpo.group_size)
-    return RolloutEngine(assets.rollout_policy, assets.tokenizer, assets.eos_ids, wide, retriever or assets.retriever)
+    searched = retriever or assets.retriever
+    return RolloutEngine(assets.rollout_policy, assets.tokenizer, assets.eos_ids, wide, searched, assets.engine.tool)
 
 
 class Agent:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,10 +33,20 @@ class Found(NamedTuple):
 class Environment:
     """The rules (METHOD.md 2) and the retriever; every call is told the rows it is about and changes only those.
 
-    retriever: as in `episodes.RolloutEngine`. candidates: passages a search returns. counts: what is counted is added here.
+    retriever, tool: as in `episodes.RolloutEngine`. candidates: passages a search returns. counts: what is counted is added here.
     """
 
-    def __init__(self, config: RolloutConfig, tokenizer, table: StopTable, retriever, candidates: int, lora, counts: Counter):
+    def __init__(
+        self,
+        config: RolloutConfig,
+        tokenizer,
+        table: StopTable,
+        retriever,
+        candidates: int,
+        lora,
+        counts: Counter,
+        tool: Callable[[str], str | None] | None = None,
+    ):
         self.config = config
         self.tokenizer = tokenizer
         self.table = table
@@ -44,6 +54,7 @@ class Environment:
         self.candidates = candidates
         self.lora = lora
         self.counts = counts
+        self.tool = tool or (lambda query: None)
 
     def act(self, rows: Mapping[int, Row], reasons: np.ndarray) -> tuple[dict[int, np.ndarray], dict[int, str]]:
         """End the rollouts that are over and read what the others want.
@@ -70,7 +81,13 @@ class Environment:
                     row.trace.append(("corrective", protocol.NO_SEARCHES_LEFT))
                 row.end("no_answer")
             elif action.kind == "search":
-                searches[index] = action.content
+                reply = self.tool(action.content)
+                if reply is None:
+                    searches[index] = action.content
+                else:
+                    told = protocol.render_reply(reply, self.tokenizer, self.config.max_observation_tokens)
+                    if self._observe(row, told, "corrective"):
+                        observations[index] = told.tokens
             else:
                 message = protocol.EMPTY_QUERY if action.kind == "empty_query" else protocol.MALFORMED
                 self.counts["corrective"] += 1

@@ -167,6 +167,13 @@ def render_corrective(message: str, tokenizer) -> Observation:
     return Observation(np.asarray([*opening, *encode(tokenizer, message), *closing], np.int32))
 
 
+def render_reply(text: str, tokenizer, max_tokens: int) -> Observation:
+    """A tool's text in the frame of an observation, inert, cut at its end to `max_tokens` in all."""
+    opening, closing = _frame(tokenizer)
+    body = encode_untrusted(tokenizer, inert(text))[: max_tokens - len(opening) - len(closing)]
+    return Observation(np.asarray([*opening, *body, *closing], np.int32))
+
+
 def _frame(tokenizer) -> tuple[list[int], list[int]]:
     return encode(tokenizer, f"\n\n{INFORMATION_OPEN}"), encode(tokenizer, f"{INFORMATION_CLOSE}\n\n")
 

@@ -20,6 +20,7 @@ from bridge_jax.mesh import batch_ways, make_mesh, rollout_mesh, shard_tree
 from bridge_jax.models import e5, hub, qwen2
 from bridge_jax.models.attention_kernels import choose_backend
 from bridge_jax.models.lora import E5_TARGETS, LoRAConfig
+from bridge_jax.plugins import load_function
 from bridge_jax.retrieval.corpus import Corpus
 from bridge_jax.retrieval.retriever import Retriever
 from bridge_jax.rollout.episodes import RolloutConfig, RolloutEngine
@@ -73,6 +74,7 @@ def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True
         )
     mesh = mesh if mesh.size > 1 else None
     rollouts = rollout_mesh(mesh, config.mesh.rollout_tensor)
+    tool = load_function(config.rollout.tool, "rollout.tool")
     corpus = open_corpus(config)
     encoder = load_encoder(config, rollouts)
     source = policy_source(config, as_path(workdir)) if use_warmstart else config.policy.model
@@ -103,9 +105,9 @@ def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True
         tower=on_mesh(encoder, mesh),
         encoder=encoder,
         corpus=corpus,
-        index=retriever.index,
+        index=getattr(retriever, "index", None),
         retriever=retriever,
-        engine=RolloutEngine(rollout_policy, tokenizer, eos_ids, rollout_config(config), retriever),
+        engine=RolloutEngine(rollout_policy, tokenizer, eos_ids, rollout_config(config), retriever, tool),
         policy_fingerprint=hub.weights_fingerprint(folder),
     )
 

@@ -39,6 +39,7 @@ from bridge_jax.models.lora import merge_lora, save_peft
 from bridge_jax.objectives import rewards, scoring
 from bridge_jax.objectives.bilevel import BridgeState
 from bridge_jax.objectives.grpo import group_advantages, informative_groups
+from bridge_jax.plugins import load_function
 from bridge_jax.rollout.episodes import Played, summarise
 from bridge_jax.training import batch as batches
 from bridge_jax.training import flops
@@ -74,6 +75,7 @@ def run(config: ConfigDict, workdir: Path, evaluate: Evaluate) -> bool:
 
     def load() -> tuple[QuestionStream, Assets]:
         claim(config, workdir, write=False)
+        load_function(config.reward.function, "reward.function")  # a name that is none is told before the long work
         stream = QuestionStream(training_mixture(config), config.train.questions, config.train.seed)
         if config.train.questions < distributed.count():
             raise UserError(f"config.train.questions={config.train.questions}: fewer than the {distributed.count()} processes")
@@ -238,6 +240,7 @@ class Loop:
         self.goodput, self.saving = Goodput(), 0.0  # saving: seconds of the checkpoint after the last step
         self._key = jax.random.key(config.train.seed)
         self._credit = CreditStage(config, assets)
+        self._reward = load_function(config.reward.function, "reward.function")
         self._gap_limit = 1e-3 if config.policy.compute_dtype == "float32" else 2e-2
         self._skipped = 0  # steps in a row with a skipped update; a resumed run reads them and the counts back
         self._counts = dict.fromkeys(COUNTS, 0)
@@ -268,9 +271,7 @@ class Loop:
         metrics["flops/rollout"] = flops.rollout_flops(model, episodes)
         clock.lap("rollout")
 
-        judged = [
-            rewards.score_episode(e.answer, e.status, e.question.golds, any(turn.shown for turn in e.turns)) for e in episodes
-        ]
+        judged = [rewards.reward_of(episode, self._reward) for episode in episodes]
         scores, reasons = np.asarray([score for score, _ in judged], np.float32), [reason for _, reason in judged]
         groups = scores.reshape(-1, config.grpo.group_size)
         valid = np.asarray([e.status != "environment_fault" for e in episodes]).reshape(groups.shape)
