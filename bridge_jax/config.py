@@ -14,6 +14,7 @@ import math
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -216,7 +217,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), training: bool = True)
 def _apply_method(config: ConfigDict, given: set[str]) -> None:
     """Set the fields that the method implies, except `given` ones, and say so."""
     known = flatten(config)
-    method = methods.METHODS.get(known.get("method.name"))
+    method = methods.METHODS.get(str(known.get("method.name")))
     if method is None:
         return  # `validate` names it
     implied = {}
@@ -239,6 +240,8 @@ def _run_file(path: Path) -> ConfigDict:
         here = ", ".join(sorted(str(p) for p in path.parent.glob("*.py"))) if path.parent.is_dir() else ""
         raise UserError(f"config file {path} does not exist{f'; there are: {here}' if here else ''}")
     spec = importlib.util.spec_from_file_location(f"bridge_config_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"config file {path}: must be a Python file that ends with .py, such as configs/pocket.py")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -250,7 +253,7 @@ def _run_file(path: Path) -> ConfigDict:
     return config
 
 
-def flatten(config: ConfigDict) -> dict[str, object]:
+def flatten(config: ConfigDict) -> dict[str, Any]:
     """-> {"group.field": value}"""
     return {f"{group}.{field}": value for group, fields in config.items() for field, value in fields.items()}
 
@@ -344,7 +347,12 @@ def validate(config: ConfigDict, training: bool = True, unlike: Collection[str] 
         wanted = (int, float) if isinstance(like, float) else (list, tuple) if isinstance(like, tuple) else type(like)
         if not isinstance(value, wanted) or (isinstance(value, bool) and not isinstance(like, bool)):
             raise UserError(f"config.{name}={value!r}: must be {type(like).__name__}, such as {like!r}")
-        if isinstance(like, tuple) and like and not all(isinstance(part, type(like[0])) for part in value):
+        if (
+            isinstance(value, list | tuple)
+            and isinstance(like, tuple)
+            and like
+            and not all(isinstance(part, type(like[0])) for part in value)
+        ):
             raise UserError(f"config.{name}={value!r}: its parts must be {type(like[0]).__name__}, such as {','.join(like)}")
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"config.{name}={value!r}: must be a finite number, such as {like!r}")

@@ -42,6 +42,7 @@ def _file(path: Path):
     name = f"bridge_jax_plugin_{path.resolve().as_posix().replace('/', '_')}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None  # its name ends with .py
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         sys.modules[name] = module

@@ -147,8 +147,8 @@ def _html(raw: bytes, path: Path) -> tuple[str, list[Section]]:
     blocks = []
     for part in body.get_text().split("\ue000"):
         words = " ".join(part.split())
-        heading = re.match("\ue001([1-6])(.*)", words)
-        blocks.append((int(heading[1]), heading[2].strip()) if heading else (0, words))
+        marked = re.match("\ue001([1-6])(.*)", words)
+        blocks.append((int(marked[1]), marked[2].strip()) if marked else (0, words))
     first, sections = _sections(blocks)
     return title or first, sections
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from bridge_jax.models.pocket_models import MODELS
 
@@ -68,7 +69,7 @@ ACCELERATOR = {
 def settings(policy: str, encoder: str, longest_passage: int, longest_question: int, passages: int, dev: int) -> dict[str, object]:
     """{"group.field": value}. longest_*: words. A passage is shown whole as long as TOKENS_A_WORD holds."""
     small = policy in MODELS or policy == "mini-policy"
-    found = dict(LAPTOP if small else ACCELERATOR)
+    found: dict[str, Any] = dict(LAPTOP if small else ACCELERATOR)
     passage = _up(TOKENS_A_WORD * longest_passage + 16, 16)
     observation = _up(3 * (passage + 16) + 16, 32)
     found |= {

@@ -113,6 +113,7 @@ class Environment:
                 rows[index].trace.append(("fault", str(found.fault)))
                 rows[index].end("environment_fault")
             return {}
+        assert found.scores is not None and found.hits is not None
         observations: dict[int, np.ndarray] = {}
         config, counts = self.config, self.counts
         for (index, query), scores, hits in zip(searches.items(), found.scores, found.hits):

@@ -81,6 +81,7 @@ def cut(text: str) -> str:
 def parse(text: str) -> Action:
     """The action of one generation: its first closing tag, and the last opening tag of the same kind before it."""
     text = cut(text)
+    kind: Literal["search", "answer"]
     for kind, opening, closing in (("search", SEARCH_OPEN, SEARCH_CLOSE), ("answer", ANSWER_OPEN, ANSWER_CLOSE)):
         if text.endswith(closing):
             _, opened, content = text[: -len(closing)].rpartition(opening)
