@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from bridge_jax.prepare import questions as asking
     from bridge_jax.prepare.settings import ENCODER, POLICY, config_file, settings
 
-    passages, corpus_report, parts = prepare_corpus(args.corpus, args.words)
+    passages, corpus_report, parts = prepare_corpus(args.corpus, args.words, (args.questions, args.out))
     rows = asking.read_questions(args.questions)
     read = len(rows)
     rows, duplicates = asking.merge_duplicates(rows)
@@ -116,16 +116,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def prepare_corpus(corpus: Path, words: int):
-    """-> (passages without duplicates, what is told of them, {document name or passage id: rows of its passages})."""
+def prepare_corpus(corpus: Path, words: int, but: Sequence[Path] = ()):
+    """-> (passages without duplicates, what is told of them, {document name or passage id: rows of its passages}).
+
+    but: as in `files_of`.
+    """
     from bridge_jax.objectives.rewards import normalize_answer
     from bridge_jax.prepare.chunks import passages_of
-    from bridge_jax.prepare.documents import read_documents
+    from bridge_jax.prepare.documents import files_of, read_documents
 
     passages, parts, kinds, empty = [], {}, Counter(), []
     seen: dict[str, int] = {}
     duplicates = []
-    for document in read_documents(corpus):
+    files, others = files_of(corpus, but)
+    for document in read_documents(corpus, files):
         kinds[document.kind] += 1
         found = passages_of(document, words)
         if not found:
@@ -149,6 +153,7 @@ def prepare_corpus(corpus: Path, words: int):
     lengths = [len(passage.text.split()) for passage in passages]
     report = {
         "documents": dict(kinds),
+        "passed_over": [path.relative_to(corpus).as_posix() for path in others],
         "without_text": empty,
         "passages": len(passages),
         "words": sum(lengths),
@@ -174,6 +179,7 @@ def summary(report: dict, questions: Path) -> list[str]:
     kinds = ", ".join(f"{count} {kind}" for kind, count in report["documents"].items())
     documents = f"{sum(report['documents'].values()):,} documents ({kinds})"
     lines = [f"corpus      {documents}, {report['passages']:,} passages, {report['words']:,} words"]
+    lines += _findings("passed over", report["passed_over"], lambda name: f"{name} (no kind of document that is read)")
     lines += _findings("no text in", report["without_text"], lambda name: f"{name} (a scan? it needs OCR)")
     lines += _findings("left out", report["passage_duplicates"], lambda d: f"{d['passage']} says the same as {d['same_as']}")
     most = max(report["words_a_passage"].values())

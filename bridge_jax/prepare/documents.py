@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,15 +41,13 @@ class Document:
     kind: str
 
 
-def read_documents(corpus: Path) -> Iterator[Document]:
-    """Every document of a file or folder (and the folders in it), by name. Files of other kinds are passed over.
+def read_documents(corpus: Path, files: Sequence[Path]) -> Iterator[Document]:
+    """Every document of the corpus, in the order of its files (`files_of`).
 
     Raises:
-      UserError: nothing there; a file that cannot be read; a library that is missing, with the command that installs it.
+      UserError: a file that cannot be read; a library that is missing, with the command that installs it.
     """
-    if not corpus.exists():
-        raise UserError(f"--corpus={corpus}: no such file or folder; give a folder of documents or a JSON-lines file of passages")
-    for path in files_of(corpus):
+    for path in files:
         name = path.relative_to(corpus).as_posix() if corpus.is_dir() else path.name
         if path.name.endswith(PASSAGES):
             for _, record in read_records(path):
@@ -59,18 +57,30 @@ def read_documents(corpus: Path) -> Iterator[Document]:
             yield read_document(path, name)
 
 
-def files_of(corpus: Path) -> list[Path]:
-    """The files that `read_documents` reads. UserError where there is none."""
+def files_of(corpus: Path, but: Sequence[Path] = ()) -> tuple[list[Path], list[Path]]:
+    """The documents among a file or the files of a folder (and the folders in it), and its other files, by name; hidden ones aside.
+
+    but: files or folders that are no part of the corpus, such as the questions and what an earlier run wrote.
+
+    Raises:
+      UserError: nothing there.
+    """
     known = (*KINDS, *PASSAGES)
+    if not corpus.exists():
+        raise UserError(f"--corpus={corpus}: no such file or folder; give a folder of documents or a JSON-lines file of passages")
     if corpus.is_file():
         if not corpus.name.lower().endswith(known):
             raise UserError(f"--corpus={corpus}: not one of {', '.join(known)}; convert the file, or give the folder it lies in")
-        return [corpus]
-    below = [path for path in sorted(corpus.rglob("*")) if not any(part.startswith(".") for part in path.relative_to(corpus).parts)]
-    files = [path for path in below if path.is_file() and path.name.lower().endswith(known)]
+        return [corpus], []
+    apart = {path.resolve() for path in but}
+    files, others = [], []
+    for path in sorted(corpus.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(corpus).parts)
+        if path.is_file() and not hidden and apart.isdisjoint((path.resolve(), *path.resolve().parents)):
+            (files if path.name.lower().endswith(known) else others).append(path)
     if not files:
         raise UserError(f"--corpus={corpus}: holds no document; it needs files that end with {', '.join(known)}")
-    return files
+    return files, others
 
 
 def read_document(path: Path, name: str) -> Document:

@@ -226,6 +226,22 @@ def test_the_report_says_what_is_wrong_with_the_data(prepared, capsys):
     assert "98 % occur in the corpus" in told and "line 43: What is the name of the station's dog? -> Biscuit" in told
 
 
+def test_what_is_no_document_is_passed_over_and_told(tmp_path):
+    """Questions in the corpus' folder, and what an earlier run wrote there, are not in the corpus."""
+    folder = tmp_path / "mine"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.txt").write_text("Rome is old.")
+    (folder / "sub" / "B.MD").write_text("Oslo is cold.")
+    (folder / "c.docx").write_bytes(b"PK")
+    (folder / ".hidden.txt").write_text("no")
+    (folder / "q.jsonl").write_text('{"question": "a?", "answer": "old"}\n{"question": "b?", "answer": "cold"}\n')
+    for force in ((), ("--force",)):
+        assert command(folder / "out", *force, corpus=folder, asked=folder / "q.jsonl") == 0
+        report = json.loads((folder / "out" / "report.json").read_text())
+        assert (report["documents"], report["passed_over"]) == ({"text": 1, "markdown": 1}, ["c.docx"])
+    assert [passage.id for passage in Corpus.open(folder / "out" / "corpus.jsonl")] == ["a.txt#1", "sub/B.MD#1"]
+
+
 def test_nothing_is_overwritten_without_force(prepared, capsys):
     before = (prepared / "config.py").stat().st_mtime_ns
     assert command(prepared) == 2
