@@ -50,8 +50,8 @@ FILES = {"colab": "qwen2_5_0_5b_colab.py", "laptop": "pocket.py", "mini": "mini.
 FIELDS = {
     "colab": {},
     "laptop": {
-        "index.limit": 1800, "warmstart.questions": 48, "warmstart.batch": 4, "train.steps": 2, "train.questions": 2,
-        "grpo.minibatch_questions": 2, "rollout.batch_groups": 2, "data.eval_limit": 16,
+        "index.limit": 1800, "warmstart.questions": 32, "warmstart.batch": 4, "train.steps": 2, "train.questions": 2,
+        "grpo.minibatch_questions": 2, "rollout.batch_groups": 2, "data.eval_limit": 8,
     },
     "mini": {
         "index.limit": 600, "train.steps": 1, "train.questions": 4, "grpo.minibatch_questions": 4, "grpo.microbatch": 16,
