@@ -44,8 +44,10 @@ from bridge_jax.data.qa import load_questions
 from bridge_jax.retrieval.corpus import Corpus
 
 corpus = Corpus.open(corpus_path("mini"))
-for passage in (corpus[row] for row in range(9)):
-    print(f"{passage.title:20} {passage.text}")
+someone = corpus[0].title
+for passage in corpus:
+    if passage.title == someone:
+        print(f"{passage.title:16} {passage.text}")
 
 # %% [markdown]
 # Questions need one passage, or two, or compare two things. The sets marked *ood* use words, chains or comparisons that no training
@@ -53,7 +55,7 @@ for passage in (corpus[row] for row in range(9)):
 
 # %%
 for name in ("one_hop", "one_hop_ood", "two_hop", "two_hop_ood", "comparison", "comparison_ood"):
-    question = load_questions(f"mini/{name}", "test")[3]
+    question = load_questions(f"mini/{name}", "test")[0]
     print(f"{name:15} {question.question}  ->  {question.golds[0]}")
 
 # %% [markdown]
@@ -78,11 +80,11 @@ print(
 )
 
 # %% [markdown]
-# The policy comes with the language of this world, not with its facts. It knows how to search. Here it asks about someone, gets
-# passages that are about the right entity, but not the right *one* of them, and answers with something it read.
+# The policy comes with the language of this world, not with its facts. It knows how to search: it asks for the right thing, gets passages
+# about the right entity, but not the right *one* of them, tries again, and gives up.
 
 # %%
-question = load_questions("mini/two_hop", "test")[3]
+question = load_questions("mini/two_hop", "test")[0]
 before = bridge_jax.open_run("runs/01", "start", config)
 episode = before.ask(question.question)
 print(question.question)

@@ -7,8 +7,8 @@
 # accelerator (*Runtime → Change runtime type*: a GPU or a TPU). The same cells run on a laptop with smaller models: `SIZE` is the one thing
 # that changes.
 #
-# **What you see below was computed on a CPU with `SIZE = "laptop"`**: SmolLM2-135M and MiniLM-L6, two steps. Nobody has yet run this notebook
-# on Colab for the pictures in it.
+# **What you see below was computed on a CPU at the size of the tests, `SIZE = "mini"`**: the mini world's models, one step, four questions.
+# It shows what comes out, not what can be learnt. With `SIZE = "colab"` it has not been run yet.
 # %%
 # On a fresh Colab: fetches bridge_jax with the jax for the hardware that is there. Where it is installed, it does nothing.
 import glob
