@@ -26,6 +26,7 @@ test: $(VENV)/.installed-test lint
 
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .
+	$(RUN) -m mypy
 
 setup: $(VENV)/.installed
 

@@ -7,6 +7,7 @@ from setuptools import find_packages, setup
 JAX = "jax>=0.10,<0.13"
 SERVE = ["starlette>=0.47,<2", "uvicorn>=0.34,<1", "prometheus-client>=0.21,<1"]
 BM25 = ["bm25s>=0.2.14,<1"]
+PREPARE = ["markdown-it-py>=3,<5", "beautifulsoup4>=4.12,<5", "pypdf>=5,<8"]
 
 setup(
     name="bridge-jax",
@@ -52,7 +53,9 @@ setup(
         "tensorboard": ["tensorboardX>=2.6,<3"],
         "serve": SERVE,
         "bm25": BM25,
+        "prepare": PREPARE,
         "bench": ["matplotlib>=3.9,<4"],
+        "notebooks": ["matplotlib>=3.9,<4", "ipykernel>=6.29,<8"],
         "peers": ["google-tunix==0.1.7", "trl==1.16.0", "torch==2.13.0"],
         "test": [
             "pytest>=8,<10",
@@ -65,6 +68,11 @@ setup(
             "selenium>=4.20,<5",
             *SERVE,
             *BM25,
+            *PREPARE,
+            "nbclient>=0.10,<1",
+            "ipykernel>=6.29,<8",
+            "matplotlib>=3.9,<4",
+            "mypy>=1.15,<3",
         ],
     },
     classifiers=[

@@ -1,3 +1,28 @@
-"""bridge_jax: BRIDGE (bilevel retrieval-credit-aware agentic RL) in JAX."""
+"""bridge_jax: BRIDGE (bilevel retrieval-credit-aware agentic RL) in JAX.
+
+    load_config(path, {"group.field": value})    a checked configuration          (bridge_jax.api)
+    train_run(config, workdir)                   train, or go on
+    open_run(workdir)                            a trained run: .ask(question), .show(episode)
+
+Importing the package imports nothing heavy; everything else is in its submodules (docs/architecture.md, docs/extending.md).
+"""
+
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+__all__ = ["load_config", "open_run", "train_run"]
+
+if TYPE_CHECKING:
+    from bridge_jax.api import load_config, open_run, train_run
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        from bridge_jax import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

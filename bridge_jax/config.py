@@ -14,6 +14,7 @@ import math
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -37,23 +38,24 @@ def default() -> ConfigDict:
     c.policy = ConfigDict()
     c.policy.model = "Qwen/Qwen2.5-3B-Instruct"  # hub id, folder, or a pocket model's name
     c.policy.warmstart = ""  # "" = start from the model; "auto" = <workdir>/warmstart; or a folder
-    c.policy.trainable = "full"  # full | lora
+    c.policy.trainable = "full"  # all weights, or a LoRA on frozen ones
     c.policy.algorithm = "grpo"  # grpo | ppo (with a frozen retriever: search_r1, vt_search)
-    c.policy.lora_rank = 32
-    c.policy.lora_alpha = 64.0
+    c.policy.lora_rank = 32  # with trainable = lora
+    c.policy.lora_alpha = 64.0  # the update counts lora_alpha / lora_rank times
+    # Kernels of every layer that get a LoRA.
     c.policy.lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     c.policy.compute_dtype = "bfloat16"  # master weights are float32 when trained in full
-    c.policy.remat = True
+    c.policy.remat = True  # compute a layer's activations again in the backward pass instead of keeping them
     c.policy.attention = "auto"  # of the policy's training: auto (xla) | xla | cudnn (NVIDIA, bfloat16) | splash (TPU)
 
     c.retriever = ConfigDict()
-    c.retriever.encoder = "intfloat/e5-base-v2"
+    c.retriever.encoder = "intfloat/e5-base-v2"  # hub id, folder, or a pocket model's name
     c.retriever.pooling = "auto"  # mean | cls | last; auto = as the encoder's files or name say (models/recipe.py)
     c.retriever.query_prefix = "auto"  # likewise ("query: " for E5, none where nothing is said)
-    c.retriever.passage_prefix = "auto"
-    c.retriever.max_length = 256
-    c.retriever.lora_rank = 16
-    c.retriever.lora_alpha = 32.0
+    c.retriever.passage_prefix = "auto"  # likewise ("passage: " for E5)
+    c.retriever.max_length = 256  # tokens of a query or passage that are read
+    c.retriever.lora_rank = 16  # of the query tower's LoRA
+    c.retriever.lora_alpha = 32.0  # its update counts lora_alpha / lora_rank times
 
     c.index = ConfigDict()
     c.index.corpus = "embedded"  # passages (retrieval/passages.py), or "embedded" or "mini"; "a,b" = several corpora, merged
@@ -61,66 +63,71 @@ def default() -> ConfigDict:
     c.index.kind = "auto"  # auto | scann | exact | approx (exact and approx: on the devices) | bm25 (with a frozen retriever)
     c.index.limit = 0  # first rows of the corpus only; 0 = all
     c.index.merge = "score"  # of several: score | rank (reciprocal rank: each corpus's first, then each one's second, ...)
+    c.index.function = ""  # module:function that gives another retriever (docs/extending.md)
     c.index.server = ""  # "http://host:port,..." = python -m bridge_jax.serve holds the index; the corpus is read here
 
     c.data = ConfigDict()
     c.data.train = ("nq", "hotpotqa")  # files, official names, embedded/<set> or mini/<set>
-    c.data.train_split = "train"
+    c.data.train_split = "train"  # of the sources that have splits
     c.data.weights = ()  # one weight a source; () = by size
-    c.data.eval = ("hotpotqa",)
+    c.data.eval = ("hotpotqa",)  # sources, as in data.train
     c.data.eval_split = ""  # "" = the published evaluation split of each set ("test" for embedded sets)
     c.data.eval_limit = 500  # questions a dataset; 0 = all
 
     c.rollout = ConfigDict()
-    c.rollout.prompt = "search_r1"
-    c.rollout.max_searches = 2
-    c.rollout.shown = 3
-    c.rollout.candidates = 40
-    c.rollout.temperature = 1.0
+    c.rollout.prompt = "search_r1"  # search_r1 | brief | bare (data/prompts.py)
+    c.rollout.max_searches = 2  # a rollout; then one last generation, to answer
+    c.rollout.shown = 3  # passages the policy reads after a search
+    c.rollout.candidates = 40  # passages a search returns, all of which are credited
+    c.rollout.temperature = 1.0  # of training; evaluation is greedy
     c.rollout.top_p = 1.0  # below 1: sample from the most likely tokens that hold so much mass (of the 64 most likely)
     c.rollout.top_k = 0  # sample from so many most likely tokens, at most 64; 0 = all
-    c.rollout.max_prompt_tokens = 4096
+    c.rollout.max_prompt_tokens = 4096  # a longer question is left out, never cut
     c.rollout.max_response_tokens = 4096  # everything after the prompt, observations included
     c.rollout.max_new_tokens = 2048  # one generation
     c.rollout.retry_invalid = False  # True: invalid actions, also generations that are too long, get Search-R1's sentence and go on
     c.rollout.min_new_tokens = 0  # one generation: until then it can neither end its text nor close a tag
-    c.rollout.max_observation_tokens = 1024
+    c.rollout.max_observation_tokens = 1024  # what is read after one search, tags included
     c.rollout.cut_inside = False  # a longer one: True = its first tokens are shown, False = its first whole passages
     c.rollout.max_passage_tokens = 0  # of each shown or scored passage; 0 = no limit of its own
     c.rollout.chunk = 32  # tokens decoded between two looks of the host
     c.rollout.batch_groups = 64  # question groups decoded together
+    c.rollout.tool = ""  # module:function that answers some of the queries itself (docs/extending.md)
     c.rollout.overlap_search = False  # search while other rows decode: pays when a search takes longer than a few decoding steps
 
+    c.reward = ConfigDict()
+    c.reward.function = ""  # module:function; "" = exact match with a gold answer (docs/extending.md)
+
     c.grpo = ConfigDict()
-    c.grpo.group_size = 8
-    c.grpo.minibatch_questions = 64
+    c.grpo.group_size = 8  # G: rollouts of a question
+    c.grpo.minibatch_questions = 64  # questions in one optimiser step; divides train.questions
     c.grpo.microbatch = 8  # rows of the longest rollout in one forward/backward: its tokens; shorter rollouts share rows
-    c.grpo.advantage = "grpo"  # grpo | dr_grpo
-    c.grpo.aggregation = "token_mean"  # token_mean | seq_mean | dr_grpo
-    c.grpo.clip_low = 0.2
-    c.grpo.clip_high = 0.2
+    c.grpo.advantage = "grpo"  # r - mean, over the group's deviation (grpo) or not (dr_grpo)
+    c.grpo.aggregation = "token_mean"  # over all tokens; of each rollout's mean; over the longest possible length (dr_grpo)
+    c.grpo.clip_low = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
+    c.grpo.clip_high = 0.2  # above clip_low: DAPO's clip-higher
     c.grpo.dual_clip = 3.0  # 0 = off
-    c.grpo.kl_coef = 1e-4
+    c.grpo.kl_coef = 1e-4  # weight of the KL to the starting policy (k3, in the loss)
     c.grpo.filter_zero_advantage = False  # DAPO's dynamic sampling, for the policy only
     c.grpo.llds = 0.0  # weight of the guard against likelihood displacement; 0 = off
     c.grpo.llds_gate = "nonnegative"  # nonnegative (A >= 0) | positive (A > 0): the actions it guards
-    c.grpo.lr = 1e-6
-    c.grpo.warmup_steps = 10
-    c.grpo.weight_decay = 0.01
-    c.grpo.grad_clip = 1.0
+    c.grpo.lr = 1e-6  # of AdamW, constant after the warm-up
+    c.grpo.warmup_steps = 10  # optimiser steps in which the rate grows from 0
+    c.grpo.weight_decay = 0.01  # of AdamW
+    c.grpo.grad_clip = 1.0  # largest global norm of a gradient
 
     c.ppo = ConfigDict()  # Search-R1's; clips, minibatches, decay and the policy's rate are grpo's, whose kl_coef is not read
-    c.ppo.critic_lr = 1e-5
+    c.ppo.critic_lr = 1e-5  # of the critic's AdamW
     c.ppo.critic_warmup_steps = 15  # updates: 0.015 of Search-R1's 1005 steps
-    c.ppo.gae_lambda = 1.0
-    c.ppo.discount = 1.0
+    c.ppo.gae_lambda = 1.0  # of the advantage estimate, at most 1
+    c.ppo.discount = 1.0  # of later rewards, at most 1
     c.ppo.kl_coef = 1e-3  # of the KL to the reference in each token's reward
-    c.ppo.value_clip = 0.5
+    c.ppo.value_clip = 0.5  # how far a value may move from the rollout's in one step's loss
 
     c.credit = ConfigDict()
-    c.credit.tau = 1.0  # of the retriever's softmax over the candidates (REPLUG's gamma; its paper has 0.1)
+    c.credit.tau = 1.0  # temperature of p = softmax(score / tau); 0.01 to 0.1 for sharp cosines (REPLUG's gamma; its paper has 0.1)
     c.credit.likelihood_tau = 0.1  # REPLUG's beta: of its softmax over the answer's likelihoods
-    c.credit.gamma = 0.02
+    c.credit.gamma = 0.02  # weight of L_RAG beside J_ret; 0.1 to 1 below 128 turns an update
     c.credit.golds = 1  # gold answers scored; > 1 = log-mean-exp over the first ones
     c.credit.clamp_negative = False  # advantages clamped at 0 for the retriever
     c.credit.shown_only = False  # outcome credit on the shown documents only
@@ -128,11 +135,11 @@ def default() -> ConfigDict:
     c.credit.period = 1  # P: steps between retriever updates
     c.credit.max_turns = 512  # M: turns in one retriever update
     c.credit.minibatch = 64  # turns in one gradient step
-    c.credit.epochs = 1
-    c.credit.lr = 1e-4
-    c.credit.warmup_steps = 20
-    c.credit.weight_decay = 0.0
-    c.credit.grad_clip = 1.0
+    c.credit.epochs = 1  # passes over an update's turns
+    c.credit.lr = 1e-4  # of the retriever's AdamW
+    c.credit.warmup_steps = 20  # gradient steps in which the rate grows from 0
+    c.credit.weight_decay = 0.0  # of AdamW
+    c.credit.grad_clip = 1.0  # largest global norm of a gradient
     c.credit.turns_per_batch = 4  # turns (times candidates) scored in one program
     # Pairs of a token and a column it attends to (512 more a token) that scoring holds at once on a device, 4 to 8 x heads bytes
     # each: some 8 GB for 16 heads. Beyond it turns, then candidates, follow one another; one history or row is never cut.
@@ -168,29 +175,29 @@ def default() -> ConfigDict:
     c.selection.max_tokens = 0  # of the response; 0 = no limit of its own
 
     c.train = ConfigDict()
-    c.train.steps = 250
-    c.train.seed = 0
+    c.train.steps = 250  # of every stage of the method
+    c.train.seed = 0  # of everything that is drawn
     c.train.questions = 512  # per step
     c.train.eval_every = 25  # 0 = only at the start and at the end
-    c.train.checkpoint_every = 10
+    c.train.checkpoint_every = 10  # steps
     c.train.keep = 2  # latest checkpoints kept, besides the best
-    c.train.log_rollouts_every = 1
+    c.train.log_rollouts_every = 1  # steps between files in rollouts/; 0 = none
     c.train.max_skipped_updates = 3  # non-finite updates in a row before the run stops
-    c.train.tensorboard = False
+    c.train.tensorboard = False  # write tensorboard/, too
     c.train.wandb = ""  # a Weights & Biases project; "" = off
 
     c.mesh = ConfigDict()
-    c.mesh.data = 1
+    c.mesh.data = 1  # ways of the batch without sharding weights
     c.mesh.fsdp = -1  # -1 = all remaining devices
-    c.mesh.tensor = 1
+    c.mesh.tensor = 1  # ways of a layer's heads and channels
     c.mesh.rollout_tensor = 1  # of rollouts and scoring, within the devices of a process; their rows are split over the rest
 
     c.warmstart = ConfigDict()
     c.warmstart.questions = 2000  # traces trained on; a ninth as many more, at most 20, are held out
-    c.warmstart.epochs = 2
-    c.warmstart.batch = 32
-    c.warmstart.microbatch = 8
-    c.warmstart.lr = 1e-5
+    c.warmstart.epochs = 2  # passes over the traces
+    c.warmstart.batch = 32  # traces in one optimiser step
+    c.warmstart.microbatch = 8  # traces in one forward and backward pass
+    c.warmstart.lr = 1e-5  # of AdamW
     c.warmstart.distractors = 2  # other passages shown beside a missing gold passage
     return c
 
@@ -239,7 +246,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), training: bool = True)
 def _apply_method(config: ConfigDict, given: set[str]) -> None:
     """Set the fields that the method implies, except `given` ones, and say so."""
     known = flatten(config)
-    method = methods.METHODS.get(known.get("method.name"))
+    method = methods.METHODS.get(str(known.get("method.name")))
     if method is None:
         return  # `validate` names it
     implied = {}
@@ -262,6 +269,8 @@ def _run_file(path: Path) -> ConfigDict:
         here = ", ".join(sorted(str(p) for p in path.parent.glob("*.py"))) if path.parent.is_dir() else ""
         raise UserError(f"config file {path} does not exist{f'; there are: {here}' if here else ''}")
     spec = importlib.util.spec_from_file_location(f"bridge_config_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"config file {path}: must be a Python file that ends with .py, such as configs/pocket.py")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -273,7 +282,7 @@ def _run_file(path: Path) -> ConfigDict:
     return config
 
 
-def flatten(config: ConfigDict) -> dict[str, object]:
+def flatten(config: ConfigDict) -> dict[str, Any]:
     """-> {"group.field": value}"""
     return {f"{group}.{field}": value for group, fields in config.items() for field, value in fields.items()}
 
@@ -380,7 +389,12 @@ def validate(config: ConfigDict, training: bool = True, unlike: Collection[str] 
         wanted = (int, float) if isinstance(like, float) else (list, tuple) if isinstance(like, tuple) else type(like)
         if not isinstance(value, wanted) or (isinstance(value, bool) and not isinstance(like, bool)):
             raise UserError(f"config.{name}={value!r}: must be {type(like).__name__}, such as {like!r}")
-        if isinstance(like, tuple) and like and not all(isinstance(part, type(like[0])) for part in value):
+        if (
+            isinstance(value, list | tuple)
+            and isinstance(like, tuple)
+            and like
+            and not all(isinstance(part, type(like[0])) for part in value)
+        ):
             raise UserError(f"config.{name}={value!r}: its parts must be {type(like[0]).__name__}, such as {','.join(like)}")
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"config.{name}={value!r}: must be a finite number, such as {like!r}")

@@ -16,12 +16,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 from etils import epath
 
 from bridge_jax.errors import UserError
 
-AnyPath = Path | epath.Path
+AnyPath: TypeAlias = Path | epath.Path
 CHUNK = 64 * 2**20  # bytes a request while fetching; a small one is slow over a network
 
 
@@ -162,7 +163,7 @@ def delete_folder(path: AnyPath) -> None:
     if not is_remote(path):
         shutil.rmtree(path, ignore_errors=True)
     elif path.exists():
-        path.rmtree()
+        epath.Path(path).rmtree()
 
 
 def upload(folder: Path, target: AnyPath) -> None:

@@ -133,6 +133,9 @@ def test_the_displacement_guard_is_refused_where_it_cannot_act():
 def test_missing_and_broken_files(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         configuration.load(tmp_path / "none.py")
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(UserError, match="must be a Python file"):
+        configuration.load(tmp_path / "run.json")
     broken = tmp_path / "broken.py"
     broken.write_text("def get_config(:\n")
     with pytest.raises(UserError, match=re.escape("broken.py")):

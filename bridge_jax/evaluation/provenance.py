@@ -68,9 +68,13 @@ def of_retriever(groups: Sequence[Sequence], candidates: int) -> dict:
         "corpora": [
             {"name": _name(one.corpus.path), "passages": len(one.corpus), "hash": one.corpus.fingerprint[:16]} for one in groups[0]
         ],
-        "index": sorted({str(getattr(one.index, "kind", type(one.index).__name__)) for group in groups for one in group}),
+        "index": sorted({_kind(getattr(one, "index", None)) for group in groups for one in group}),
         "candidates": candidates,
     }
+
+
+def _kind(index) -> str:
+    return str(getattr(index, "kind", type(index).__name__))
 
 
 def _of_encoder(retriever) -> dict:

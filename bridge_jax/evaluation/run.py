@@ -39,7 +39,8 @@ def evaluation_engine(assets: Assets, retriever=None) -> RolloutEngine:
     wide = dataclasses.replace(config, batch_groups=config.batch_groups * assets.config.grpo.group_size)
     if retriever is not None:
         wide = dataclasses.replace(wide, question_separator="")  # what the run's own encoder wants, other ones do not know
-    return RolloutEngine(assets.rollout_policy, assets.tokenizer, assets.eos_ids, wide, retriever or assets.retriever)
+    searched = retriever or assets.retriever
+    return RolloutEngine(assets.rollout_policy, assets.tokenizer, assets.eos_ids, wide, searched, assets.engine.tool)
 
 
 class Agent:

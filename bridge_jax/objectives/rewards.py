@@ -7,10 +7,14 @@ Only *generated* answers reach these functions: finding the answer in a rollout 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from bridge_jax.errors import UserError
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -76,6 +80,27 @@ def _f1_one(text: str, gold: str) -> float:
     common = sum((Counter(prediction) & Counter(truth)).values())
     # 2PR/(P+R) with P = common/|prediction| and R = common/|truth|
     return 2.0 * common / (len(prediction) + len(truth)) if common else 0.0
+
+
+Reward = Callable[[Any], float]  # of an Episode; what `config.reward.function` names
+
+
+def own_reward(reward: Reward, episode: Any) -> float:
+    """What a reward of one's own gives an Episode.
+
+    Raises:
+      UserError: it returned something else than a finite number.
+    """
+    score = reward(episode)
+    try:
+        number = float(score)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserError(
+            f"config.reward.function returned {score!r} for question {episode.question.id!r}; it must be a finite number"
+        )
+    return number
 
 
 def score_episode(answer: str | None, status: str, golds: Sequence[str], had_search_result: bool) -> tuple[float, str]:

@@ -88,6 +88,7 @@ def parse(raw: bytes, where: str) -> dict:
 
 
 def _check(record: dict, where: str) -> dict:
+    fields: tuple[str, ...]
     if "title" in record and "content" in record:
         fields = ("id", "title", "content")
     elif "text" in record and "contents" not in record:

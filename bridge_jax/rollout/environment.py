@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +39,7 @@ def searched_text(question: str, query: str, separator: str) -> str:
 class Environment:
     """The rules (METHOD.md 2) and the retriever; every call is told the rows it is about and changes only those.
 
-    retriever: as in `episodes.RolloutEngine`. candidates: passages a search returns. counts: what is counted is added here.
+    retriever, tool: as in `episodes.RolloutEngine`. candidates: passages a search returns. counts: what is counted is added here.
     questions: by the rows' group; read with `question_separator` alone.
     """
 
@@ -53,6 +53,7 @@ class Environment:
         lora,
         counts: Counter,
         questions: Mapping[int, Question],
+        tool: Callable[[str], str | None] | None = None,
     ):
         self.config = config
         self.tokenizer = tokenizer
@@ -62,6 +63,7 @@ class Environment:
         self.lora = lora
         self.counts = counts
         self.questions = questions
+        self.tool = tool or (lambda query: None)
 
     def act(self, rows: Mapping[int, Row], reasons: np.ndarray) -> tuple[dict[int, np.ndarray], dict[int, str]]:
         """End the rollouts that are over and read what the others want.
@@ -90,7 +92,13 @@ class Environment:
                     row.trace.append(("corrective", protocol.NO_SEARCHES_LEFT))
                 row.end("no_answer")
             elif action.kind == "search":
-                searches[index] = action.content
+                reply = self.tool(action.content)
+                if reply is None:
+                    searches[index] = action.content
+                else:
+                    told = protocol.render_reply(reply, self.tokenizer, self.config.max_observation_tokens)
+                    if self._observe(row, told, "corrective"):
+                        observations[index] = told.tokens
             else:
                 message = protocol.EMPTY_QUERY if action.kind == "empty_query" else protocol.MALFORMED
                 message = protocol.RETRY if self.config.retry_invalid else message
@@ -122,6 +130,7 @@ class Environment:
                 rows[index].trace.append(("fault", str(found.fault)))
                 rows[index].end("environment_fault")
             return {}
+        assert found.scores is not None and found.hits is not None
         observations: dict[int, np.ndarray] = {}
         config, counts = self.config, self.counts
         for (index, query), scores, hits in zip(searches.items(), found.scores, found.hits):

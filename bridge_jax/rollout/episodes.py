@@ -43,15 +43,25 @@ class RolloutEngine:
     """Samples episodes. Holds programs and settings, never weights: those come with each `run`.
 
     retriever: `search(queries, k, lora=None)` -> object with scores [B, k] and rows [B, k]; `corpus[row]` -> a passage.
+    tool: given each query first; text it returns is the observation, None leaves the query to the retriever. A reply is no search:
+      it gets no credit, and uses up one generation as a corrective observation does. It must be fast: rows wait for it.
     """
 
-    def __init__(self, model, tokenizer, eos_ids: Sequence[int], config: RolloutConfig, retriever):
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        eos_ids: Sequence[int],
+        config: RolloutConfig,
+        retriever,
+        tool: Callable[[str], str | None] | None = None,
+    ):
         least = protocol.least_observation_tokens(tokenizer, config.retry_invalid)
         if config.max_observation_tokens < least:
             raise UserError(f"rollout.max_observation_tokens = {config.max_observation_tokens}: this tokenizer needs {least}")
         self.tokenizer = tokenizer
         self.config = config
-        self.retriever = retriever
+        self.retriever, self.tool = retriever, tool
         self.candidates = min(config.candidates, len(retriever.corpus))
         self._known_ids, self._vocabulary = len(tokenizer), model.config.vocab_size
         self._table = stop_table(tokenizer, model.config.vocab_size)
@@ -129,7 +139,7 @@ class RolloutEngine:
         longest = max((len(group[0].prompt) for group in waiting), default=0)
         self._prompt_width = max(self._prompt_width, bucket(length_buckets(self.config.max_prompt_tokens), longest))
         parts = self.config, self.tokenizer, self._table, self.retriever, self.candidates, retriever_lora, counts, asked
-        environment = Environment(*parts)
+        environment = Environment(*parts, self.tool)
         settings = {"group_size": group_size, "key": key, "temperature": temperature, "counts": counts}
         settings["prompt_width"] = self._prompt_width
         going = list(rows)

@@ -86,6 +86,7 @@ def cut(text: str) -> str:
 def parse(text: str) -> Action:
     """The action of one generation: its first closing tag, and the last opening tag of the same kind before it."""
     text = cut(text)
+    kind: Literal["search", "answer"]
     for kind, opening, closing in (("search", SEARCH_OPEN, SEARCH_CLOSE), ("answer", ANSWER_OPEN, ANSWER_CLOSE)):
         if text.endswith(closing):
             _, opened, content = text[: -len(closing)].rpartition(opening)
@@ -170,6 +171,13 @@ def render_corrective(message: str, tokenizer) -> Observation:
     """A short message of the environment in the frame of an observation; `RETRY` stands alone."""
     opening, closing = ([], []) if message == RETRY else _frame(tokenizer)
     return Observation(np.asarray([*opening, *encode(tokenizer, message), *closing], np.int32))
+
+
+def render_reply(text: str, tokenizer, max_tokens: int) -> Observation:
+    """A tool's text in the frame of an observation, inert, cut at its end to `max_tokens` in all."""
+    opening, closing = _frame(tokenizer)
+    body = encode_untrusted(tokenizer, inert(text))[: max_tokens - len(opening) - len(closing)]
+    return Observation(np.asarray([*opening, *body, *closing], np.int32))
 
 
 def _frame(tokenizer) -> tuple[list[int], list[int]]:

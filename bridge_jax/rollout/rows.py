@@ -146,6 +146,7 @@ class Row:
 
     def episode(self, questions: Mapping[int, Question]) -> Episode:
         """The finished rollout; `questions` by their number in the step, which is the row's group."""
+        assert self.status is not None
         return Episode(
             question=questions[self.group],
             group=self.group,

@@ -38,7 +38,7 @@ class StopTable:
     accepting: tuple[int, ...]
     pieces: tuple[bytes, ...]
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """The text of generated ids, special tokens spelled out."""
         return b"".join(self.pieces[int(token)] for token in tokens).decode("utf-8", errors="replace").removeprefix(" ")
 

@@ -20,6 +20,7 @@ from bridge_jax.mesh import batch_ways, make_mesh, rollout_mesh, shard_tree
 from bridge_jax.models import e5, hub, qwen2
 from bridge_jax.models.attention_kernels import choose_backend
 from bridge_jax.models.lora import LoRAConfig
+from bridge_jax.plugins import load_function
 from bridge_jax.retrieval.corpus import Corpus
 from bridge_jax.retrieval.retriever import Retriever
 from bridge_jax.rollout.episodes import RolloutConfig, RolloutEngine
@@ -75,6 +76,7 @@ def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True
         )
     mesh = mesh if mesh.size > 1 else None
     rollouts = rollout_mesh(mesh, config.mesh.rollout_tensor)
+    tool = load_function(config.rollout.tool, "rollout.tool")
     corpus = open_corpus(config)
     encoder = load_encoder(config, rollouts, trained)
     source = policy_source(config, as_path(workdir)) if use_warmstart else config.policy.model
@@ -93,6 +95,7 @@ def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True
     tokenizer = qwen2.load_tokenizer(folder)
     eos_ids = qwen2.eos_ids(folder, tokenizer)
     retriever = open_search(config, encoder, corpus, rollouts, trained)  # last: what can be wrong is found before the long work
+    playing = rollout_config(config, encoder if trained else None)
     return Assets(
         config=config,
         mesh=mesh,
@@ -105,9 +108,9 @@ def load_assets(config: ConfigDict, workdir: Path, *, use_warmstart: bool = True
         tower=on_mesh(encoder, mesh),
         encoder=encoder,
         corpus=corpus,
-        index=retriever.index,
+        index=getattr(retriever, "index", None),
         retriever=retriever,
-        engine=RolloutEngine(rollout_policy, tokenizer, eos_ids, rollout_config(config, encoder if trained else None), retriever),
+        engine=RolloutEngine(rollout_policy, tokenizer, eos_ids, playing, retriever, tool),
         policy_fingerprint=hub.weights_fingerprint(folder),
     )
 
@@ -117,7 +120,8 @@ def with_encoder(assets: Assets, trained: AnyPath) -> Assets:
     config, mesh = assets.config, assets.rollout_mesh
     encoder = load_encoder(config, mesh, trained)
     retriever = open_search(config, encoder, assets.corpus, mesh, trained)
-    engine = RolloutEngine(assets.rollout_policy, assets.tokenizer, assets.eos_ids, rollout_config(config, encoder), retriever)
+    playing, tool = rollout_config(config, encoder), assets.engine.tool
+    engine = RolloutEngine(assets.rollout_policy, assets.tokenizer, assets.eos_ids, playing, retriever, tool)
     return dataclasses.replace(
         assets, encoder=encoder, tower=on_mesh(encoder, assets.mesh), index=retriever.index, retriever=retriever, engine=engine
     )

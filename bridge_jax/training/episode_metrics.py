@@ -33,13 +33,16 @@ def answer_in_top(episode: Episode, corpus: Corpus, k: int) -> float | None:
     return float(any(f" {gold} " in text for gold in golds for text in texts))
 
 
-def judge(episodes: Sequence[Episode], reward: str) -> tuple[np.ndarray, list[str]]:
-    """-> (scores [B] float32 by a reward of `rewards.REWARDS`, why the answer of each is right or not)."""
+def judge(episodes: Sequence[Episode], reward: str, own: rewards.Reward | None = None) -> tuple[np.ndarray, list[str]]:
+    """-> (scores [B] float32 by a reward of `rewards.REWARDS`, or by one's own; why the answer of each is right or not)."""
     scores, reasons = [], []
     for e in episodes:
         em, reason = rewards.score_episode(e.answer, e.status, e.question.golds, any(turn.shown for turn in e.turns))
-        formed = rewards.well_formed(e.status, e.answer, e.trace)
-        scores.append(rewards.REWARDS[reward](rewards.Judged(em, e.answer, e.question.golds, len(e.turns), formed)))
+        if own is None:
+            formed = rewards.well_formed(e.status, e.answer, e.trace)
+            scores.append(rewards.REWARDS[reward](rewards.Judged(em, e.answer, e.question.golds, len(e.turns), formed)))
+        else:
+            scores.append(em if e.status == "environment_fault" else rewards.own_reward(own, e))
         reasons.append(reason)
     return np.asarray(scores, np.float32), reasons
 

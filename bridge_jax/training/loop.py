@@ -37,6 +37,7 @@ from bridge_jax.files import as_path, write_text
 from bridge_jax.objectives import scoring
 from bridge_jax.objectives.bilevel import BridgeState
 from bridge_jax.objectives.grpo import group_advantages, informative_groups
+from bridge_jax.plugins import load_function
 from bridge_jax.rollout.episodes import Played, summarise
 from bridge_jax.training import batch as batches
 from bridge_jax.training import flops
@@ -76,6 +77,7 @@ def run(config: ConfigDict, workdir: Path, evaluate: Evaluate, evaluated: Callab
 
     def load() -> tuple[QuestionStream, Assets]:
         claim(config, workdir, write=False)
+        load_function(config.reward.function, "reward.function")  # a name that is none is told before the long work
         stream = QuestionStream(training_mixture(config), config.train.questions, config.train.seed)
         if config.train.questions < distributed.count():
             raise UserError(f"config.train.questions={config.train.questions}: fewer than the {distributed.count()} processes")
@@ -262,6 +264,7 @@ class Loop:
         self._key = jax.random.key(config.train.seed)
         self._credit = CreditStage(config, assets)
         self._selection = Selection(config, log.workdir, learner)
+        self._reward = load_function(config.reward.function, "reward.function")
         self._gap_limit = 1e-3 if config.policy.compute_dtype == "float32" else 2e-2
         self._skipped = 0  # steps in a row with a skipped update; a resumed run reads them and the counts back
         self._counts = dict.fromkeys(COUNTS, 0)
@@ -292,7 +295,7 @@ class Loop:
         metrics["flops/rollout"] = flops.rollout_flops(model, episodes)
         clock.lap("rollout")
 
-        scores, reasons = judge(episodes, stage.reward)
+        scores, reasons = judge(episodes, stage.reward, self._reward)
         groups = scores.reshape(-1, config.grpo.group_size)
         valid = np.asarray([e.status != "environment_fault" for e in episodes]).reshape(groups.shape)
         advantages = np.asarray(group_advantages(groups, config.grpo.advantage, valid)).reshape(-1)

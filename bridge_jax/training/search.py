@@ -13,6 +13,7 @@ from bridge_jax.data.cache import cache_dir
 from bridge_jax.errors import UserError
 from bridge_jax.files import AnyPath, is_remote, local_copy
 from bridge_jax.models import e5
+from bridge_jax.plugins import load_function
 from bridge_jax.retrieval import manifest as manifests
 from bridge_jax.retrieval.bm25 import BM25Retriever, build_bm25, open_bm25
 from bridge_jax.retrieval.client import Client, RemoteIndex
@@ -20,6 +21,7 @@ from bridge_jax.retrieval.corpus import Corpus
 from bridge_jax.retrieval.index import build_index, open_index
 from bridge_jax.retrieval.merged import MergedCorpus, MergedIndex
 from bridge_jax.retrieval.retriever import Retriever
+from bridge_jax.training.methods import method_of
 
 
 def open_corpus(config: ConfigDict) -> Corpus | MergedCorpus:
@@ -33,9 +35,27 @@ def open_retriever(
 ) -> Retriever | BM25Retriever:
     """The retriever of a run; what is missing is built where it can be (`open_or_build`).
 
+    `config.index.function` may give another one: called with the corpus and a function that opens the run's own. Where a method
+    trains the retriever, it needs the passages' vectors in an `index` (`Retriever.index`).
+
     Raises:
-      UserError: no such index or server, or one of another encoder or corpus.
+      UserError: no such index or server, or one of another encoder or corpus; a retriever of one's own that does not do.
     """
+    function = load_function(config.index.function, "index.function")
+    if function is None:
+        return _open_own(config, encoder, corpus, mesh)
+    retriever = function(corpus, lambda: _open_own(config, encoder, corpus, mesh))
+    wanted = ["search", "corpus"] + ["index"] * method_of(config).trains_retriever
+    missing = [name for name in wanted if getattr(retriever, name, None) is None]
+    if missing:
+        raise UserError(
+            f"config.index.function={config.index.function!r}: what it gives has no {' and no '.join(missing)}; method "
+            f"{config.method.name} needs {', '.join(wanted)} (docs/extending.md)"
+        )
+    return retriever
+
+
+def _open_own(config: ConfigDict, encoder: e5.Encoder, corpus: Corpus | MergedCorpus, mesh: Mesh | None):
     c = config.index
     if c.kind == "bm25":
         if isinstance(corpus, MergedCorpus):

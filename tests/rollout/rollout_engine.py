@@ -29,8 +29,8 @@ CONFIG = RolloutConfig(
 class Script:
     """Runs texts through the real engine. A generation is text or ids; observations are filled in from the retriever."""
 
-    def __init__(self, tokenizer, config=CONFIG, retriever=None, eos=None):
-        self.tokenizer, self.config = tokenizer, config
+    def __init__(self, tokenizer, config=CONFIG, retriever=None, eos=None, tool=None):
+        self.tokenizer, self.config, self.tool = tokenizer, config, tool
         self.retriever = retriever or tiny.Retriever(tiny.corpus())
         self.eos = tokenizer.all_special_ids if eos is None else eos
 
@@ -66,7 +66,7 @@ class Script:
         for row, plan in zip(script[0], plans):
             row[prompt_length : prompt_length + len(plan)] = [token for token, _ in plan]
         model = tiny.Scripted(vocab, len(samples))
-        engine = RolloutEngine(model, self.tokenizer, self.eos, self.config, self.retriever)
+        engine = RolloutEngine(model, self.tokenizer, self.eos, self.config, self.retriever, self.tool)
         prompt = np.zeros(prompt_length, np.int32)  # its first token names the script
         episodes, metrics = engine.run(
             model.variables(script),

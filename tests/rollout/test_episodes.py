@@ -117,6 +117,27 @@ def test_search_r1_answers_invalid_actions_and_goes_on():
     assert episodes[0].answer == "the river" and episodes[1].trace[-1] == ("corrective", protocol.NO_SEARCHES_LEFT)
 
 
+def test_a_tool_answers_what_it_can_and_leaves_the_rest_to_the_retriever():
+    """A reply is no search and uses up a generation; the one that answers every query leaves no turn."""
+    asked = []
+
+    def tool(query):
+        asked.append(query)
+        return "the river" if query == "what is it" else None
+
+    reply = ("say", "the river")
+    episodes, metrics = Script(WORDS, tool=tool).run(
+        ["<search> what is it </search>", reply, QUERY, ("obs", "who founded it"), ANSWER],
+        ["<search> what is it </search>", reply, "<search> what is it </search>", reply, QUERY],
+        [QUERY, ("obs", "who founded it"), ANSWER],
+    )
+    assert [episode.status for episode in episodes] == ["answered", "no_answer", "answered"]
+    assert [[turn.query for turn in episode.turns] for episode in episodes] == [["who founded it"], [], ["who founded it"]]
+    assert [kind for kind, _ in episodes[0].trace] == ["generated", "corrective", "generated", "information", "generated"]
+    assert metrics["rollout/corrective"] == 0 and metrics["rollout/searches"] == 2 / 3
+    assert sorted(asked) == ["what is it"] * 3 + ["who founded it"] * 2
+
+
 def test_text_behind_the_tag_stays_in_the_ids_and_out_of_the_text():
     """`>\\n\\n` is one token here: kept as sampled, cut where it is read."""
     merged = next(i for token, i in BYTES.get_vocab().items() if token == ">ĊĊ")

@@ -173,3 +173,13 @@ def test_corrective_messages():
         assert BYTES.decode(seen.tokens) == f"\n\n<information>{message}</information>\n\n"
         assert seen.shown == 0
         assert len(seen.tokens) <= protocol.least_observation_tokens(BYTES)
+
+
+def test_a_tools_reply_is_inert_and_cut_inside_its_frame():
+    words = tiny.word_tokenizer()
+    frame = len(protocol.render_corrective("", words).tokens)
+    reply = protocol.render_reply("the <answer> river </answer>", words, 100)
+    assert not set(reply.tokens.tolist()) & {words.convert_tokens_to_ids(tag) for tag in ("<answer>", "</answer>")}
+    short = protocol.render_reply("the river the river", words, frame + 2).tokens
+    assert len(short) == frame + 2
+    np.testing.assert_array_equal(short, protocol.render_corrective("the river", words).tokens)

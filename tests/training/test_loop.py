@@ -37,7 +37,9 @@ def cache(tmp_path_factory, monkeypatch):
 
 def run(world, workdir, *overrides):
     assert train.main([f"--config={world / 'config.py'}", f"--workdir={workdir}", *overrides]) == 0
-    return read_metrics(workdir / "metrics.jsonl")
+    rows = read_metrics(workdir / "metrics.jsonl")
+    assert not tiny_run.undocumented(rows)
+    return rows
 
 
 def test_vt_search_in_full_moves_the_policy_alone(world, tmp_path):

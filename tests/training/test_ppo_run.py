@@ -34,6 +34,7 @@ def command(world, workdir, *overrides):
 
 def results(workdir):
     rows = read_metrics(workdir / "metrics.jsonl")
+    assert not tiny_run.undocumented(rows)
     return [{name: value for name, value in row.items() if not name.startswith(NOT_THE_RUN)} for row in rows]
 
 

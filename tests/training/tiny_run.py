@@ -4,6 +4,8 @@ The policy's vocabulary is words and whole tags, so that a random policy searche
 """
 
 import json
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +131,13 @@ def write_config(folder, **fields):
     path = folder / "config.py"
     path.write_text(f"from bridge_jax import config\n\n\ndef get_config():\n    c = config.default()\n{body}    return c\n")
     return path
+
+
+def undocumented(rows):
+    """Metrics of a run that docs/metrics.md does not explain."""
+    page = Path(__file__).parents[2] / "docs" / "metrics.md"
+    known = set(re.findall(r"^\| `([^`]+)` \|", page.read_text(encoding="utf-8"), re.MULTILINE))
+    return {name for row in rows for name in row} - known
 
 
 def write_world(folder, **fields):
