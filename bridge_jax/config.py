@@ -163,15 +163,15 @@ def default() -> ConfigDict:
     c.agentic.negatives = 15  # of each positive's own; all passages of the other pairs in the batch are negatives, too
     c.agentic.batch = 256  # pairs in an optimiser step, over all devices
     c.agentic.microbatch = 16  # pairs (a query, 1 + negatives passages) encoded at once; the gradient is the batch's all the same
-    c.agentic.epochs = 2
+    c.agentic.epochs = 2  # over the pairs of a round
     c.agentic.lr = 2e-5  # after a tenth of the steps; then falling to 0
-    c.agentic.temperature = 0.01
+    c.agentic.temperature = 0.01  # of the contrastive loss (InfoNCE)
 
     # Method simple_deep_searcher alone (training/selection.py): which rollouts it learns from, with the settings of `warmstart`.
     c.selection = ConfigDict()
     c.selection.per_question = 1  # of those that qualify: fewest searches, then fewest tokens
-    c.selection.min_searches = 1
-    c.selection.max_searches = 5
+    c.selection.min_searches = 1  # a rollout with fewer is not learnt from
+    c.selection.max_searches = 5  # nor one with more
     c.selection.max_tokens = 0  # of the response; 0 = no limit of its own
 
     c.train = ConfigDict()

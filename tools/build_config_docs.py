@@ -38,6 +38,8 @@ ABOUT = {
     "grpo": "The policy's update.",
     "ppo": "",
     "credit": "The retriever's update.",
+    "agentic": "Method `agentic_r` alone ([comparators.md](comparators.md)): rounds of training the whole encoder, then the agent.",
+    "selection": "Method `simple_deep_searcher` alone: which rollouts it learns from, with the settings of `warmstart`.",
     "train": "The run.",
     "mesh": "How devices are used ([scaling.md](scaling.md)).",
     "warmstart": "The supervised phase before RL, `python -m bridge_jax.warmstart`.",
