@@ -242,6 +242,7 @@ def test_a_run_changes_its_retriever_between_rounds(world, tmp_path):
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["stage"]) for row in rows] == [(1, 1), (2, 2)]
     assert all(row["agentic/pairs_positives"] > 0 for row in rows)
+    assert not tiny_run.undocumented(rows)
     assert rows[0]["epoch"] < rows[1]["epoch"]  # the second round goes on with the questions
     assert {path.name for path in (tmp_path / "eval").iterdir()} == {f"step_{n:06d}.json" for n in (0, 1, 2)}
 
