@@ -82,11 +82,11 @@ def prepare(
 
 
 def metrics_of(found: dict[str, dict]) -> dict[str, float]:
-    """A round's summary as metrics of its first step: `agentic/*`, and `time/agentic_<stage>`."""
-    metrics = {f"time/agentic_{name}": found[name]["seconds"] for name in STAGES}
+    """A round's summary as metrics of its first step: `agentic/<stage>/*`, and `time/agentic/<stage>`."""
+    metrics = {f"time/agentic/{name}": found[name]["seconds"] for name in STAGES}
     for name in STAGES:
         facts = {key: value for key, value in found[name].items() if key != "seconds" and isinstance(value, int | float)}
-        metrics |= {f"agentic/{name}_{key}": value for key, value in facts.items()}
+        metrics |= {f"agentic/{name}/{key}": value for key, value in facts.items()}
     return metrics
 
 
@@ -193,7 +193,8 @@ class _Round:
         """Every episode goes on with each candidate alone; a list shorter than the longest is filled up with its first."""
         engine = self._engine(groups)
         render = protocol.render_observation
-        limits = engine.config.max_observation_tokens, engine.config.max_passage_tokens or None
+        c = engine.config
+        limits = c.max_observation_tokens, c.max_passage_tokens, c.cut_inside
 
         def play(turns):
             observations = [

@@ -165,13 +165,13 @@ def test_a_round_goes_on_wherever_it_was_killed(assets, tmp_path, monkeypatch):
             kills += 1
     assert kills > 5 and kills >= unbroken // 2 and "killed" in steps
     assert contents(tmp_path / "killed" / "agentic_r" / "round_1") == contents(folder)
-    assert len(steps) == 1 + metrics["agentic/encoder_training_steps"], "steps before the kill were not done again"
+    assert len(steps) == 1 + metrics["agentic/encoder_training/steps"], "steps before the kill were not done again"
     assert {k: v for k, v in counted.items() if not k.startswith("time/")} == {
         k: v for k, v in metrics.items() if not k.startswith("time/")
     }
     Script.calls, Script.die_at = 0, 1
     prepare("killed")  # nothing is left to play, or to train
-    assert len(steps) == 1 + metrics["agentic/encoder_training_steps"]
+    assert len(steps) == 1 + metrics["agentic/encoder_training/steps"]
     assert again.encoder.fingerprint == found.encoder.fingerprint != assets.encoder.fingerprint
 
 
@@ -186,18 +186,18 @@ def test_what_a_round_writes_and_counts(assets, tmp_path):
     turns = len(rows["candidates"])
     assert turns == sum(len(row["turns"]) for row in rows["trajectories"]) == len(rows["local"]) == len(rows["global"])
     assert {len(row["rows"]) for row in rows["candidates"]} == {5, 6}  # what the index did not find is no candidate
-    assert metrics["agentic/global_completions"] == sum(len(row["rows"]) for row in rows["candidates"])
-    assert metrics["agentic/local_judge_calls"] == 3 * turns
-    assert metrics["agentic/local_unread"] == sum(row["scores"] is None for row in rows["local"]) > 0
-    dropped = sum(metrics[f"agentic/pairs_{name}"] for name in agentic.DROPPED)
-    assert len(rows["pairs"]) + dropped == turns and metrics["agentic/pairs_rows"] == len(rows["pairs"])
-    assert metrics["agentic/encoder_training_pairs"] == metrics["agentic/pairs_positives"]
-    assert metrics["agentic/encoder_training_loss_last_epoch"] < metrics["agentic/encoder_training_loss_first"]
+    assert metrics["agentic/global/completions"] == sum(len(row["rows"]) for row in rows["candidates"])
+    assert metrics["agentic/local/judge_calls"] == 3 * turns
+    assert metrics["agentic/local/unread"] == sum(row["scores"] is None for row in rows["local"]) > 0
+    dropped = sum(metrics[f"agentic/pairs/{name}"] for name in agentic.DROPPED)
+    assert len(rows["pairs"]) + dropped == turns and metrics["agentic/pairs/rows"] == len(rows["pairs"])
+    assert metrics["agentic/encoder_training/pairs"] == metrics["agentic/pairs/positives"]
+    assert metrics["agentic/encoder_training/loss_last_epoch"] < metrics["agentic/encoder_training/loss_first"]
     for row in rows["pairs"]:
         question, query = row["query"].split(separator(assets.encoder))
         assert question == rows["trajectories"][row["trajectory"]]["question"] and query.startswith("query ")
         assert not {*row["positives"]} & {*row["negatives"]} and len(row["negatives"]) <= 3
-    assert set(metrics) >= {f"time/agentic_{name}" for name in agentic.STAGES}
+    assert set(metrics) >= {f"time/agentic/{name}" for name in agentic.STAGES}
     # What is searched with from now on is what was trained: both of its towers, and the question before the query.
     assert found.engine.config.question_separator == " [SEP] " and assets.engine.config.question_separator == ""
     vectors = e5.embed(found.encoder, [assets.corpus.contents(row) for row in range(5)], kind="passage")
@@ -241,7 +241,7 @@ def test_a_run_changes_its_retriever_between_rounds(world, tmp_path):
     assert train.main([f"--config={world / 'config.py'}", f"--workdir={tmp_path}", "--config.method.name=agentic_r"]) == 0
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["stage"]) for row in rows] == [(1, 1), (2, 2)]
-    assert all(row["agentic/pairs_positives"] > 0 for row in rows)
+    assert all(row["agentic/pairs/positives"] > 0 for row in rows)
     assert not tiny_run.undocumented(rows)
     assert rows[0]["epoch"] < rows[1]["epoch"]  # the second round goes on with the questions
     assert {path.name for path in (tmp_path / "eval").iterdir()} == {f"step_{n:06d}.json" for n in (0, 1, 2)}
