@@ -106,7 +106,7 @@ Markdown("\n".join(rows))
 
 # %%
 steps = read_metrics(workdir / "metrics.jsonl")
-phases = ("rollout", "score", "retriever", "policy", "compile", "evaluation")
+phases = ("rollout", "score", "retriever", "policy", "evaluation")
 figure, axes = plt.subplots(1, 2, figsize=(12, 3.2), layout="constrained")
 at = [row["step"] for row in steps]
 for metric, label in {
@@ -122,7 +122,7 @@ for phase in phases:
     axes[1].bar(at, seconds, bottom=bottom, label=phase)
     bottom = [a + b for a, b in zip(bottom, seconds)]
 axes[0].set(title="what it learnt from", xlabel="step", ylim=(-0.02, 1.02), xticks=at[:: max(1, len(at) // 10)])
-axes[1].set(title="seconds by phase (compiling is within the phases, too)", xlabel="step", xticks=at[:: max(1, len(at) // 10)])
+axes[1].set(title="seconds by phase, compiling included", xlabel="step", xticks=at[:: max(1, len(at) // 10)])
 for axis in axes:
     axis.legend(fontsize=8)
 plt.show()
