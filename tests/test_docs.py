@@ -27,12 +27,20 @@ def test_links_lead_somewhere(page):
 
 
 def test_every_documented_metric_is_written_somewhere():
-    """Its last part is in the source (a name may be put together); keys that are written but not documented fail tests of runs."""
+    """Its last part is in the source, where the name is not put together of a stage's and a fact's there (`training/agentic.py`).
+
+    Keys that are written but not documented fail tests of runs.
+    """
     keys = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(keys) == len(set(keys)) > 80
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "bridge_jax").rglob("*.py"))
-    parts = {key: [part for part in re.split(r"[/]", key) if part not in ("turn1", "turn2")][-1] for key in keys}
-    assert not [key for key, part in parts.items() if not re.search(rf"\b{re.escape(part.removeprefix('star_'))}\b", source)]
+    words = set(re.findall(r"[a-z]+", source))
+    stale = []
+    for key in keys:
+        part = [part for part in key.split("/") if part not in ("turn1", "turn2")][-1].removeprefix("star_")
+        known = set(part.split("_")) <= words if "agentic" in key else re.search(rf"\b{re.escape(part)}\b", source)
+        stale += [] if known else [key]
+    assert not stale
 
 
 def test_functions_that_the_method_page_names_exist():

@@ -123,7 +123,7 @@ for name, new in evaluations[-1]["datasets"].items():
 Markdown("\n".join(rows))
 
 # %% [markdown]
-# Look at the last two lines. *Unseen comparisons* ask for yes or no: the passages are found, and the policy still answers with
+# Look at the last line. These *unseen comparisons* ask for yes or no: the passages are found, and the policy still answers with
 # something that it read, because that is what every training question rewarded.
 #
 # How it got there:

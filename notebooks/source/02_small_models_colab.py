@@ -7,7 +7,7 @@
 # accelerator (*Runtime → Change runtime type*: a GPU or a TPU). The same cells run on a laptop with smaller models: `SIZE` is the one thing
 # that changes.
 #
-# **What you see below was computed on a CPU at the size of the tests, `SIZE = "mini"`**: the mini world's models, one step, four questions.
+# **What you see below was computed on a CPU at the size of the tests, `SIZE = "mini"`**: the mini world's models, four steps of eight questions.
 # It shows what comes out, not what can be learnt. With `SIZE = "colab"` it has not been run yet.
 # %%
 # On a fresh Colab: fetches bridge_jax with the jax for the hardware that is there. Where it is installed, it does nothing.
@@ -54,8 +54,8 @@ FIELDS = {
         "grpo.minibatch_questions": 2, "rollout.batch_groups": 2, "data.eval_limit": 8,
     },
     "mini": {
-        "index.limit": 600, "train.steps": 1, "train.questions": 4, "grpo.minibatch_questions": 4, "grpo.microbatch": 16,
-        "rollout.batch_groups": 4, "data.eval_limit": 2, "data.eval": "mini/one_hop", "train.log_rollouts_every": 1,
+        "train.steps": 4, "train.questions": 8, "grpo.minibatch_questions": 8, "grpo.microbatch": 16, "rollout.batch_groups": 4,
+        "data.eval_limit": 40, "data.eval": "mini/one_hop", "train.log_rollouts_every": 1,
     },
 }  # fmt: skip
 config = bridge_jax.load_config(ROOT / "configs" / FILES[SIZE], FIELDS[SIZE])
@@ -106,7 +106,7 @@ Markdown("\n".join(rows))
 
 # %%
 steps = read_metrics(workdir / "metrics.jsonl")
-phases = ("rollout", "score", "retriever", "policy", "compile", "evaluation")
+phases = ("rollout", "score", "retriever", "policy", "evaluation")
 figure, axes = plt.subplots(1, 2, figsize=(12, 3.2), layout="constrained")
 at = [row["step"] for row in steps]
 for metric, label in {
@@ -122,7 +122,7 @@ for phase in phases:
     axes[1].bar(at, seconds, bottom=bottom, label=phase)
     bottom = [a + b for a, b in zip(bottom, seconds)]
 axes[0].set(title="what it learnt from", xlabel="step", ylim=(-0.02, 1.02), xticks=at[:: max(1, len(at) // 10)])
-axes[1].set(title="seconds by phase (compiling is within the phases, too)", xlabel="step", xticks=at[:: max(1, len(at) // 10)])
+axes[1].set(title="seconds by phase, compiling included", xlabel="step", xticks=at[:: max(1, len(at) // 10)])
 for axis in axes:
     axis.legend(fontsize=8)
 plt.show()
@@ -131,9 +131,12 @@ plt.show()
 # ## Ask
 
 # %%
+from bridge_jax.data.qa import load_questions
+
 run = bridge_jax.open_run(workdir, "latest")
-episode = run.ask("Were Scott Derrickson and Ed Wood of the same nationality?")
-run.show(episode)
+question = load_questions(config.data.eval[0], config.data.eval_split or None, limit=1)[0]
+run.show(run.ask(question.question))
+print("right:", question.golds)
 
 # %% [markdown]
 # The trained policy is a Hugging Face folder (`policy/` in the run's folder) and the retriever's LoRA has PEFT's format (`retriever/`).

@@ -145,9 +145,10 @@ figure.legend(
 plt.show()
 
 # %% [markdown]
-# Left, before training: the retriever (`p`) prefers documents about the right entity and does not know which. The policy does: `l`, the
-# log-likelihood of the gold answer, is far higher under the gold passage than under any other, though nobody showed it to the policy.
-# So `w` is a spike on the gold passage. The difference `w - p` is the gradient: this one down, those up.
+# Left, before training: the retriever (`p`) prefers the nine documents about the right entity and does not know which. The policy does:
+# `l`, the log-likelihood of the gold answer, is close to 0 under the gold passage (so short a bar that it can hardly be seen) and far below
+# under every other one, though the passage was not among those that were shown. So `w` is a spike. The difference `w - p` is what the
+# retriever learns from: this one up, those down.
 #
 # Right, after training: `p` has become what `w` asked for. The gold passage is first, it is shown, and the answer is right. The credit has
 # nothing left to teach here.
@@ -178,9 +179,10 @@ for number, (turn, numbers) in enumerate(zip(episode.turns, found)):
 plt.show()
 
 # %% [markdown]
-# On the second search `l` points at the gold passage. On the first one it does not: the passage that is needed there does not make the
-# answer likely, and another one may do so by chance. That is the **first-hop problem** of crediting by the answer. Only the outcome (the
-# advantage) can teach the first hop, and it is zero in most groups.
+# On the second search `l` points at the gold passage. On the first one it does not: the passage that is needed there names the right person,
+# not the answer, and makes the answer *less* likely than most others do. `w` goes to whatever mentions something like it, and away from the
+# gold passage. That is the **first-hop problem** of crediting by the answer. Only the outcome (the advantage) can teach the first hop, and
+# it is zero in most groups.
 #
 # The option `credit.target = next_action` scores something else on such turns: the *next query* of a rollout that succeeded. The entity that
 # it asks about is likely only under the passage that names it.

@@ -37,7 +37,8 @@ QUESTIONS = DOCUMENTS / "questions.csv"
 # Small models with pretrained weights (fetched on first use). On an accelerator: "Qwen/Qwen2.5-0.5B-Instruct", "intfloat/e5-small-v2".
 POLICY, ENCODER = "smollm2-135m-instruct", "minilm-l6-v2"
 if SMALL:
-    POLICY, ENCODER = "mini-policy", "mini-encoder"  # know nothing of such texts, but come with the package
+    POLICY, ENCODER = "mini-policy", "mini-encoder"
+    print("The size of the tests: these models know nothing of such texts. What follows shows the way, not what comes of it.\n")
 
 for path in sorted(DOCUMENTS.iterdir()):
     print(path.name)
