@@ -183,6 +183,7 @@ def default() -> ConfigDict:
     c.train.keep = 2  # latest checkpoints kept, besides the best
     c.train.log_rollouts_every = 1  # steps between files in rollouts/; 0 = none
     c.train.max_skipped_updates = 3  # non-finite updates in a row before the run stops
+    c.train.max_fault_share = 0.5  # of a step's rollouts whose search engine failed: beyond it the run stops; 1 = never
     c.train.tensorboard = False  # write tensorboard/, too
     c.train.wandb = ""  # a Weights & Biases project; "" = off
 

@@ -105,6 +105,12 @@ def run(config: ConfigDict, workdir: Path, evaluate: Evaluate, evaluated: Callab
             return this.train(state)
 
 
+class Outage(UserError):
+    """Too many searches of a step failed. The state is the last finished step's. All processes have the same episodes, and this."""
+
+    everywhere = True
+
+
 class Run:
     """A run under way in this process: what is written where, and when it stops."""
 
@@ -133,6 +139,10 @@ class Run:
         except distributed.Preempted:
             self._stop(state)
             return False
+        except Outage:
+            if self.done > self.saved:
+                self._save(state)
+            raise
         self.checkpoints.wait()
         export(self.workdir, self.config, self.learner.assets, state)
         places = f"policy in {self.workdir / 'policy'}, retriever LoRA in {self.workdir / 'retriever'}, metrics in {self.log.path}"
@@ -277,7 +287,7 @@ class Loop:
         """Step number `step` (from 1): -> (state, metrics). The old state is consumed.
 
         Raises:
-          Preempted: the run is to stop; the state is whole.
+          Preempted: the run is to stop; the state is whole. Outage: likewise, for searches that failed.
         """
         config, assets, learner = self.config, self.assets, self.learner
         number, within = stage_of(config, step)
@@ -298,6 +308,12 @@ class Loop:
         scores, reasons = judge(episodes, stage.reward, self._reward)
         groups = scores.reshape(-1, config.grpo.group_size)
         valid = np.asarray([e.status != "environment_fault" for e in episodes]).reshape(groups.shape)
+        if 1.0 - valid.mean() > config.train.max_fault_share:
+            said = next(text for e in episodes for kind, text in e.trace if kind == "fault")
+            raise Outage(
+                f"step {step}: the search engine failed in {1.0 - valid.mean():.0%} of the rollouts ({said}): the run stops after "
+                f"step {step - 1}, and the same command goes on from there; config.train.max_fault_share is what it bears"
+            )
         advantages = np.asarray(group_advantages(groups, config.grpo.advantage, valid)).reshape(-1)
         metrics |= {"stage": number, **step_metrics(episodes, scores, reasons, valid, assets.corpus)}
         self._counts["count/rollouts"] += len(episodes)

@@ -20,7 +20,8 @@ from bridge_jax.training.workdir import claim_workdir
 # A rerun may train longer, keep or log more, and use other devices.
 MAY_CHANGE = (
     "train.steps", "train.eval_every", "train.checkpoint_every", "train.keep", "train.log_rollouts_every", "train.tensorboard",
-    "train.wandb", "train.max_skipped_updates", "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.rollout_tensor",
+    "train.wandb", "train.max_skipped_updates", "train.max_fault_share",
+    "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.rollout_tensor",
 )  # fmt: skip
 # A finished run may also be used on other questions, corpora and machines, and with other limits: an evaluation says which.
 # (Within a run they stay: its evaluations are compared.)

@@ -16,6 +16,7 @@ from bridge_jax import ask, evaluate, train
 from bridge_jax import config as configuration
 from bridge_jax.models import e5, qwen2
 from bridge_jax.models.lora import load_peft
+from bridge_jax.retrieval.retriever import RetrievalFault, Retriever
 from bridge_jax.training.checkpoints import Checkpoints
 from bridge_jax.training.loop import _refuse_lost_checkpoints
 from bridge_jax.training.metrics import read_metrics
@@ -159,6 +160,29 @@ def test_a_prompt_that_is_too_long_costs_its_own_rollouts_only(world, tmp_path):
 def test_a_step_in_which_nobody_searches(world, tmp_path):
     rows = run(world, tmp_path, "--config.rollout.max_new_tokens=1", "--config.train.steps=1")
     assert rows[0]["rollout/searches"] == 0 and rows[0]["credit/turns"] == 0
+
+
+def test_a_run_stops_when_too_many_searches_fail(world, tmp_path, monkeypatch, capsys):
+    """In step 2: what step 1 learnt is saved, and nothing of step 2 is kept. A few failures are borne."""
+    settings = ("--config.train.steps=2", "--config.train.checkpoint_every=10", "--config.train.eval_every=0")
+    search, played = Retriever.search, []
+
+    def failing(self, queries, k, lora=None):
+        if len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 1:
+            raise RetrievalFault("no answer from 10.0.0.1")
+        played.append(len(queries))
+        return search(self, queries, k, lora=lora)
+
+    monkeypatch.setattr(Retriever, "search", failing)
+    command = [f"--config={world / 'config.py'}", f"--workdir={tmp_path / 'run'}", *settings]
+    assert train.main([*command, "--config.train.max_fault_share=0"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: step 2: the search engine failed in ") and "no answer from 10.0.0.1" in said
+    assert played and [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1]
+    assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
+    assert train.main([*command, "--config.train.max_fault_share=1"]) == 0  # as often as it fails
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2] and rows[1]["rollout/environment_fault"] > 0
 
 
 def test_a_checkpoint_is_of_its_base_weights(world, tmp_path, capsys):
