@@ -8,7 +8,7 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import EVIL, HOSTILE, document, prediction, rollout, run_folder, write_lines
 
@@ -226,6 +226,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(JSON, st.sampled_from([None, "trace", "turns", "golds", "question", "reward", "sample", "answer"]))
 def test_any_json_is_an_episode_or_a_value_error(value, field):
     for row in (value, rollout(1, 0, 0, True) | {field: value}, {**prediction(0, True), field: value}):
