@@ -124,7 +124,7 @@ FULL = ["--config.method.name=two_state", "--config.policy.trainable=full", "--c
 @pytest.mark.parametrize("settings", [[], FULL], ids=["bridge", "two_state_full"])
 def test_four_devices_give_the_numbers_of_one(world, tmp_path, settings):
     """fsdp = 2, tensor = 2 on virtual devices: the same rollouts, losses and gradients; float32 sums in another order."""
-    settings = ["--config.train.steps=3", *settings]
+    settings = ["--config.train.steps=2", *settings]
     one = run(world, tmp_path / "one", *settings)
     command = [sys.executable, "-m", "bridge_jax.train", f"--config={world / 'config.py'}", f"--workdir={tmp_path / 'four'}"]
     command += [*settings, "--config.mesh.fsdp=2", "--config.mesh.tensor=2"]
