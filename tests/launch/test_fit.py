@@ -166,7 +166,12 @@ def test_bad_input(capsys, more, why):
 def test_decoding_on_a_tpu_holds_one_cache():
     """One key/value head of 128 a chip: the compiler once kept a second cache in another layout."""
     overrides = ("--config.policy.model=Qwen/Qwen2.5-1.5B", "--config.policy.compute_dtype=bfloat16", "--programs=decode", "--json")
-    done = run(*overrides, "--config.mesh.rollout_tensor=2", "--config.rollout.batch_groups=256", target="v5e-4")
+    lengths = (
+        "--config.rollout.batch_groups=32",
+        "--config.rollout.max_response_tokens=8192",
+        "--config.rollout.max_new_tokens=4096",
+    )
+    done = run(*overrides, *lengths, "--config.mesh.rollout_tensor=2", target="v5e-4")
     result = json.loads(done.stdout)
     entry, cache = result["programs"]["decode"], result["resident_bytes"]["cache"]
-    assert entry["temp_bytes"] < cache / 2 and entry["bytes_ratio"] < 1.2
+    assert cache > 5e9 and entry["temp_bytes"] < cache / 10 and entry["bytes_ratio"] < 1.05
