@@ -171,7 +171,7 @@ def test_decoding_on_a_tpu_holds_one_cache():
         "--config.rollout.max_response_tokens=8192",
         "--config.rollout.max_new_tokens=4096",
     )
-    done = run(*overrides, *lengths, "--config.mesh.rollout_tensor=2", target="v5e-4")
+    done = run(*overrides, "--config.mesh.rollout_tensor=2", target="v5e-4")
     result = json.loads(done.stdout)
     entry, cache = result["programs"]["decode"], result["resident_bytes"]["cache"]
     assert cache > 5e9 and entry["temp_bytes"] < cache / 10 and entry["bytes_ratio"] < 1.05
