@@ -166,11 +166,8 @@ def test_bad_input(capsys, more, why):
 def test_decoding_on_a_tpu_holds_one_cache():
     """One key/value head of 128 a chip: the compiler once kept a second cache in another layout."""
     overrides = ("--config.policy.model=Qwen/Qwen2.5-1.5B", "--config.policy.compute_dtype=bfloat16", "--programs=decode", "--json")
-    lengths = (
-        "--config.rollout.batch_groups=32",
-        "--config.rollout.max_response_tokens=8192",
-        "--config.rollout.max_new_tokens=4096",
-    )
+    lengths = {"batch_groups": 32, "max_response_tokens": 8192, "max_new_tokens": 4096}
+    overrides += tuple(f"--config.rollout.{name}={value}" for name, value in lengths.items())
     done = run(*overrides, "--config.mesh.rollout_tensor=2", target="v5e-4")
     result = json.loads(done.stdout)
     entry, cache = result["programs"]["decode"], result["resident_bytes"]["cache"]
