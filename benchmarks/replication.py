@@ -14,7 +14,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bridge_jax.files import write_text
@@ -134,9 +134,21 @@ def claims(results: Mapping) -> str:
 
 def options(results: Mapping) -> str:
     """What each option changes, one at a time."""
+    groups = results["ablation"]["groups"]
+    return changed(results, groups["options"] + [row for row in groups["rollouts"] if row not in groups["options"]])
+
+
+def comparators(results: Mapping) -> str:
+    """The systems that train their own way, between bridge and vt_search."""
+    found = results["ablation"]["groups"].get("comparators", [])
+    return changed(results, ["bridge", "vt_search", *found]) if found else MISSING
+
+
+def changed(results: Mapping, names: Sequence[str]) -> str:
+    """Rows by what they change."""
     found = results["ablation"]
     rows = []
-    for name in found["groups"]["options"] + [row for row in found["groups"]["rollouts"] if row not in found["groups"]["options"]]:
+    for name in names:
         row = found["table"][name]
         changes = ", ".join(f"`{field}={value}`" for field, value in row_changes(found, name).items()) or "-"
         cells = [f"`{name}`", changes, str(row["seeds"]), points(row["em"]["multi_hop"], False)]
@@ -296,6 +308,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Mapping], str]]] = {  # block: (the resul
     "wall_clock": ("ablation", wall_clock),
     "claims": ("ablation", claims),
     "options": ("ablation", options),
+    "comparators": ("ablation", comparators),
     "fidelity": ("fidelity", fidelity),
     "cost": ("method_cost", cost),
     "paper_scale": ("paper_scale", paper_scale),

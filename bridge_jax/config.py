@@ -36,7 +36,7 @@ def default() -> ConfigDict:
     c.method.name = "bridge"  # see training/methods.py
 
     c.policy = ConfigDict()
-    c.policy.model = "Qwen/Qwen2.5-3B-Instruct"  # hub id, folder, or a pocket model's name
+    c.policy.model = "Qwen/Qwen2.5-3B-Instruct"  # hub id, folder, or smollm2-135m-instruct | qwen2.5-coder-0.5b-instruct (fetched)
     c.policy.warmstart = ""  # "" = start from the model; "auto" = <workdir>/warmstart; or a folder
     c.policy.trainable = "full"  # all weights, or a LoRA on frozen ones
     c.policy.algorithm = "grpo"  # grpo | ppo (with a frozen retriever: search_r1, vt_search)
@@ -49,7 +49,7 @@ def default() -> ConfigDict:
     c.policy.attention = "auto"  # of the policy's training: auto (xla) | xla | cudnn (NVIDIA, bfloat16) | splash (TPU)
 
     c.retriever = ConfigDict()
-    c.retriever.encoder = "intfloat/e5-base-v2"  # hub id, folder, or a pocket model's name
+    c.retriever.encoder = "intfloat/e5-base-v2"  # hub id, folder, or minilm-l6-v2 (fetched)
     c.retriever.pooling = "auto"  # mean | cls | last; auto = as the encoder's files or name say (models/recipe.py)
     c.retriever.query_prefix = "auto"  # likewise ("query: " for E5, none where nothing is said)
     c.retriever.passage_prefix = "auto"  # likewise ("passage: " for E5)

@@ -1,4 +1,4 @@
-"""Evaluate a run, a baseline or an endpoint: `python -m bridge_jax.evaluate --workdir=runs/pocket [--datasets=hotpotqa,musique]`.
+"""Evaluate a run, a baseline or an endpoint: `python -m bridge_jax.evaluate --workdir=runs/pocket [--datasets=embedded/musique]`.
 
 Greedy decoding; prints a table and writes `<workdir>/eval/<name>.json` with the metrics, everything that affects them, and every
 prediction with its trace. Killed, the same command goes on; a changed setting is refused. docs/evaluation.md has more.
@@ -21,7 +21,7 @@ from bridge_jax.evaluation.run import load_sets
 
 EXAMPLES = """Examples:
   python -m bridge_jax.evaluate --workdir=runs/pocket
-  python -m bridge_jax.evaluate --config=configs/pocket.py --workdir=runs/pocket --datasets=hotpotqa,musique --limit=50
+  python -m bridge_jax.evaluate --config=configs/pocket.py --workdir=runs/pocket --datasets=embedded/musique --limit=50
   python -m bridge_jax.evaluate --workdir=runs/pocket --checkpoint=start      (before RL: the warm-started policy)
   python -m bridge_jax.evaluate --workdir=runs/b --against=runs/a             (question by question)
   python -m bridge_jax.evaluate --config=configs/pocket.py --workdir=runs/base --checkpoint=start --config.policy.warmstart= \\

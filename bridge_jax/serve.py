@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1: this machine only)")
     p.add_argument("--port", type=int, default=8000, help="default 8000; 0 picks a free one")
     p.add_argument("--topk", type=int, default=3, help="passages a query where a request names no number (default 3)")
-    p.add_argument("--max-topk", type=int, default=200)
+    p.add_argument("--max-topk", type=int, default=200, help="the most passages that a request may ask for (default 200)")
     p.add_argument("--max-queries", type=int, default=2048, help="queries a request (default 2048)")
     p.add_argument("--max-query-length", type=int, default=8192, help="characters (default 8192)")
     p.add_argument("--max-body", type=int, default=16 << 20, help="bytes of a request (default 16 MiB)")

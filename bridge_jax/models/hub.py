@@ -80,14 +80,14 @@ def resolve(id_or_folder: str | Path) -> Path:
         return Path(pocket_models.fetch(name))
     if name in SHIPPED:
         return Path(__file__).parent / "shipped" / name
-    folder = Path(name).expanduser()
+    folder, fetched = Path(name).expanduser(), ", ".join(pocket_models.MODELS)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise UserError(f"{folder} has no config.json: it is not a Hugging Face model folder")
         return folder
     if folder.exists() or folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise UserError(
-            f"model folder {name} does not exist; give a folder with config.json, a hub id owner/name, or a pocket model's name"
+            f"model folder {name} does not exist; give a folder with config.json, a hub id owner/name, or one of {fetched}"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -100,7 +100,7 @@ def resolve(id_or_folder: str | Path) -> Path:
         return Path(snapshot_download(name, **wanted))
     except LocalEntryNotFoundError:
         raise UserError(
-            f"model {name} is not in the cache and the hub cannot be reached; give a local folder, or a pocket model's name"
+            f"model {name} is not in the cache and the hub cannot be reached; give a local folder, or one of {fetched}"
         ) from None
     except Exception as error:  # the client raises many kinds: bad id, gated, not found, connection
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
