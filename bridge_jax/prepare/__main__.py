@@ -180,7 +180,11 @@ def summary(report: dict, questions: Path) -> list[str]:
     documents = f"{sum(report['documents'].values()):,} documents ({kinds})"
     lines = [f"corpus      {documents}, {report['passages']:,} passages, {report['words']:,} words"]
     lines += _findings("passed over", report["passed_over"], lambda name: f"{name} (no kind of document that is read)")
-    lines += _findings("no text in", report["without_text"], lambda name: f"{name} (a scan? it needs OCR)")
+    lines += _findings(
+        "no text in",
+        report["without_text"],
+        lambda name: f"{name}{' (a scan? it needs OCR)' if name.lower().endswith('.pdf') else ''}",
+    )
     lines += _findings("left out", report["passage_duplicates"], lambda d: f"{d['passage']} says the same as {d['same_as']}")
     most = max(report["words_a_passage"].values())
     lines.append("words a passage")
@@ -215,7 +219,9 @@ def _findings(label: str, found: Sequence, say) -> list[str]:
 
 
 def next_steps(out: Path, report: dict) -> list[str]:
-    where = f"--config={out / 'config.py'} --workdir=runs/{out.name}"
+    workdir = Path("runs") / out.name
+    workdir = workdir.with_name(f"{out.name}-run") if workdir.resolve() == out.resolve() else workdir
+    where = f"--config={out / 'config.py'} --workdir={workdir}"
     lines = [f"written to {out}: {', '.join(FILES)}. Next:"]
     if not report["with_gold_passages"]:
         return [*lines, f"  python -m bridge_jax.train {where}"]

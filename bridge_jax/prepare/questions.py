@@ -19,6 +19,7 @@ from bridge_jax.retrieval.passages import Passage
 
 ANSWERS = ("answer", "answers", "golden_answers")
 SEPARATOR = "|"  # between the answers of a table's cell
+FAULTS = 8  # rows named in one message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,16 +50,20 @@ def read_questions(path: Path) -> list[Row]:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
-    rows, first = [], {}
+    rows, first, faults = [], {}, []
     for line, record in _objects(text, path) if suffix == ".jsonl" else _table(text, path):
         try:
             question = _question(record, path.stem.lower(), line, in_table=suffix != ".jsonl")
             if question.id in first:
                 raise RowError("id", f"'{question.id}' was used on line {first[question.id]} already", "make the ids different")
         except RowError as error:
-            raise UserError(f"{path}, line {line}: {error}") from None
+            faults.append(f"line {line}: {error}")
+            continue
         first[question.id] = line
         rows.append(Row(question, line))
+    if faults:
+        more = f" (and {len(faults) - 1:,} more; {'; '.join(faults[1:FAULTS])})" if len(faults) > 1 else ""
+        raise UserError(f"{path}, {faults[0]}{more}")
     if not rows:
         raise UserError(f"{path}: holds no question; give a file with at least two")
     return rows
@@ -92,10 +97,11 @@ def _table(text: str, path: Path) -> Iterator[tuple[int, Mapping]]:
         for cells in reader:
             if cells:
                 if len(cells) != len(columns):
-                    raise UserError(
-                        f"{path}, line {line}: {len(cells)} cells where the first line names {len(columns)} columns; put text that "
-                        f"holds {delimiter!r} in double quotes"
-                    )
+                    mend = "give every column a cell, an empty one where there is nothing"
+                    if len(cells) > len(columns):
+                        mend = f"put text that holds {delimiter!r} in double quotes"
+                    names = f"{len(cells)} cells where the first line names {len(columns)} columns"
+                    raise UserError(f"{path}, line {line}: {names}; {mend}")
                 yield line, {name: cell for name, cell in zip(columns, cells) if cell.strip()}
             line = reader.line_num + 1
     except csv.Error as error:
