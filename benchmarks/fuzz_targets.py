@@ -86,13 +86,16 @@ def tags(text: str) -> list[str]:
     return found
 
 
+@functools.cache
+def unseen() -> dict[int, None]:
+    """Control and formatting characters, for `str.translate`."""
+    kinds = ((chr(c), unicodedata.category(chr(c))) for c in range(0x110000))
+    return {ord(c): None for c, kind in kinds if kind in ("Cc", "Cf") and not c.isspace() and c not in SHOWN}
+
+
 def folded(text: str) -> str:
     """As a tokenizer may see it that drops what cannot be seen and folds full-width letters."""
-
-    def seen(c: str) -> bool:
-        return unicodedata.category(c) not in ("Cc", "Cf") or c.isspace() or c in SHOWN
-
-    return unicodedata.normalize("NFKC", "".join(filter(seen, text)))
+    return unicodedata.normalize("NFKC", text.translate(unseen()))
 
 
 def check_inert(text: str) -> None:

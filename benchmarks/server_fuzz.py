@@ -42,6 +42,7 @@ def start(folder: Path) -> tuple[subprocess.Popen, str]:
         "--encoder=mini-encoder",
         f"--out={folder / 'index'}",
         "--kind=exact",
+        "--max-length=64",
     ]
     subprocess.run(run + build, check=True, cwd=ROOT)
     with open(folder / "stderr", "w") as errors:
