@@ -44,5 +44,6 @@ def parse_value(text: str, like: object) -> object:
 def _scalar(text: str) -> object:
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # the last three: what is nested, or no key
+    # The last four: what is nested too deep, no key, or too large beside a float.
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, OverflowError):
         return text

@@ -116,23 +116,21 @@ def inert(text: str) -> str:
 
 
 def _without_tags(text: str) -> str:
-    """Brackets are matched as they nest; one that is no tag's keeps those around it from being a tag. A tag that the text does not
-    close goes, too: what is shown behind it could close it."""
+    """Brackets are matched as they nest. The beginning of a tag goes also where the text does not close it: behind a cut, what is
+    shown next could."""
     if "<" not in text:
         return text
     pieces, done = [], 0
-    opened: list[int] = []  # places in `pieces` of tags that the next ">" closes
+    opened = 0  # tags that the next ">" closes
     for found in _BRACKET.finditer(text):
         pieces += [text[done : found.start()], found[0]]
         done = found.end()
         if found[1]:
-            opened.append(len(pieces) - 1)
+            pieces[-1], opened = "(", opened + 1
         elif found[0] == "<":
-            opened.clear()
+            opened = 0
         elif opened:
-            pieces[opened.pop()], pieces[-1] = "(", ")"
-    for place in opened:
-        pieces[place] = "("
+            pieces[-1], opened = ")", opened - 1
     return "".join([*pieces, text[done:]])
 
 
