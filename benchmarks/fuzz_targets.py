@@ -144,7 +144,8 @@ def check_observation(text: str) -> None:
             assert len(seen) <= limit and not forbidden & set(seen.tolist()), seen
             assert tags(shown) == ["information"] * 2, shown
             inside = shown.partition("<information>")[2].rpartition("</information>")[0]
-            assert not tags(folded(inside)), shown  # the frame is tokenised apart: nothing is folded across its ends
+            # The frame is tokenised apart: nothing is folded across its ends. A cut may leave the beginning of a longer word.
+            assert not tags(folded(inside).rpartition(">")[0] + ">"), shown
 
 
 def check_prompt(text: str) -> None:
