@@ -23,6 +23,7 @@ setup(
         "bridge_jax.data": ["embedded/*"],
         "bridge_jax.models": ["shipped/README.md", "shipped/*/*"],
         "bridge_jax.report": ["assets/*"],
+        "bridge_jax.retrieval": ["openapi.json"],
     },
     install_requires=[
         JAX,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Sequence
 
 from bridge_jax.errors import UserError
@@ -35,11 +36,14 @@ def parse_value(text: str, like: object) -> object:
         value = value.lower() == "true"
     if isinstance(like, tuple) and isinstance(value, list | tuple):
         return tuple(value)
-    return float(value) if isinstance(like, float) and type(value) is int else value
+    if isinstance(like, float) and type(value) is int:
+        return float(value) if abs(value) < 1 << 1023 else math.inf if value > 0 else -math.inf
+    return value
 
 
 def _scalar(text: str) -> object:
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    # The last four: what is nested too deep, no key, or too large beside a float.
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, OverflowError):
         return text

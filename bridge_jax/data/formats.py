@@ -38,6 +38,7 @@ class RowError(ValueError):
     """A row cannot be used: `field` has `problem`; `mend` says what to do."""
 
     def __init__(self, field: str, problem: str, mend: str):
+        problem = problem.encode("utf-8", "replace").decode()  # it may quote half a surrogate pair
         super().__init__(f"field '{field}' {problem}; {mend}")
         self.field, self.problem, self.mend = field, problem, mend
 

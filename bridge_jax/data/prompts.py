@@ -71,7 +71,12 @@ def _ask(question: str) -> str:
 
 
 def harmless(text: str, tokenizer) -> str:
-    """Text from outside that spells a control token ('<|im_end|>') must not end its own turn: a space breaks the spelling."""
+    """Text from outside that spells a control token ('<|im_end|>') must not end its own turn: a space breaks the spelling.
+
+    Half a surrogate pair, such as a shell gives for a byte that is not UTF-8, is no text to a tokenizer: it becomes "?".
+    """
+    if not text.isascii():
+        text = text.encode("utf-8", "replace").decode()
     for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
         if token.special and len(token.content) > 1 and token.content in text:
             text = text.replace(token.content, f"{token.content[0]} {token.content[1:]}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -69,6 +70,12 @@ _DTYPES = {
     "BOOL": np.dtype(np.bool_),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+LONGEST_HEADER = 100 << 20  # bytes, that of the reference library
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+CONVERT = (
+    'convert it: python -c "import torch, safetensors.torch as s; s.save_file({{k: v.clone().contiguous() for f in {sources} '
+    "for k, v in torch.load(f, map_location='cpu', weights_only=True).items()}}, '{target}', {{'format': 'pt'}})\""
+)
 
 
 def resolve(id_or_folder: str | Path) -> Path:
@@ -113,7 +120,9 @@ def read_json(path: Path, kind: type = dict) -> Any:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} is missing; the model folder is incomplete, fetch it again") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); give a folder of files that you may read") from None
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}); fetch it again") from None
     if not isinstance(value, kind):
         raise UserError(f"{path} does not hold a JSON {'object' if kind is dict else 'array'}; fetch it again")
@@ -143,9 +152,9 @@ def open_file(path: Path) -> dict[str, Tensor]:
     if raw.size < 8:
         raise UserError(damaged)
     start = 8 + struct.unpack("<Q", raw[:8].tobytes())[0]
-    if start > raw.size:
+    if start > min(raw.size, LONGEST_HEADER):
         raise UserError(damaged)
-    tensors = {}
+    tensors, places = {}, []
     try:
         header = json.loads(raw[8:start].tobytes())
         header.pop("__metadata__", None)
@@ -155,20 +164,43 @@ def open_file(path: Path) -> dict[str, Tensor]:
                     f"{path}: tensor {name} has dtype {entry['dtype']}; only unquantised weights (F32, F16, BF16) are read"
                 )
             dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
-            if start + end > raw.size or end - begin != dtype.itemsize * int(np.prod(shape)):
+            if not all(type(size) is int and size >= 0 for size in (*shape, begin, end)):
+                raise UserError(damaged)
+            if start + end > raw.size or end - begin != dtype.itemsize * math.prod(shape):
                 raise UserError(damaged)
             tensors[name] = Tensor(path, name, dtype, shape, raw[start + begin : start + end])
-    except (ValueError, KeyError, TypeError, AttributeError):
+            places.append((begin, end))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(damaged) from None
+    # As the format asks: every byte behind the header is of one tensor, and of one only.
+    places.sort()
+    if [0, *(end for _, end in places)] != [*(begin for begin, _ in places), raw.size - start]:
+        raise UserError(damaged)
     return tensors
+
+
+def refuse_pickles(path: Path) -> None:
+    """UserError when `path` is missing beside weights as pickles, which may run anything when they are read."""
+    pickles = sorted(file for end in PICKLES for file in path.parent.glob(f"*_model*{end}")) if not path.is_file() else []
+    if pickles:
+        raise UserError(
+            f"{path} is missing, and {pickles[0].name} is a pickle, which is never read: it can run any code. If you trust it, "
+            + CONVERT.format(sources=[str(file) for file in pickles], target=path)
+        )
 
 
 def open_tensors(folder: Path) -> dict[str, Tensor]:
     """Name -> Tensor for a model folder: model.safetensors, or the shards of model.safetensors.index.json."""
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file() or not index.is_file():
+        refuse_pickles(folder / "model.safetensors")
         return open_file(folder / "model.safetensors")
-    places = read_json(index).get("weight_map", {})
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict):
+        raise UserError(f"{index}: field 'weight_map' is missing or no object; fetch the folder again")
+    for file in places.values():
+        if not isinstance(file, str) or file != Path(file).name:
+            raise UserError(f"{index}: {file!r} is no name of a file in this folder; fetch the folder from where you trust it")
     shards = {file: open_file(folder / file) for file in sorted(set(places.values()))}
     tensors = {name: tensor for shard in shards.values() for name, tensor in shard.items()}
     for name, file in places.items():

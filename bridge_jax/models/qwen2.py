@@ -291,7 +291,7 @@ def load_tokenizer(id_or_folder: str | Path):
         raise UserError(f"{folder} has no tokenizer ({', '.join(_TOKENIZER_FILES)}); fetch the folder again")
     kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
-        return kind.from_pretrained(folder)
+        return kind.from_pretrained(folder, trust_remote_code=False)  # None would ask whether to run the folder's Python
     except Exception as error:  # the tokenizers library raises bare Exception for a file it cannot parse
         why = " ".join(str(error).split())[:200]
         raise UserError(f"{folder}: no usable tokenizer ({why}); fetch the folder again") from None

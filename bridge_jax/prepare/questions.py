@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -83,7 +84,9 @@ def _objects(text: str, path: Path) -> Iterator[tuple[int, Mapping]]:
 
 def _table(text: str, path: Path) -> Iterator[tuple[int, Mapping]]:
     """Comma, semicolon or tab: whichever gives the first line a column `question`."""
-    head = text.split("\n", 1)[0]
+    head = text.split("\n", 1)[0].removesuffix("\r")
+    if "\r" in head:
+        raise UserError(f"{path}, line 1: lines end with \\r alone; save the file with line ends of Unix or Windows")
     for delimiter in (",", ";", "\t"):
         columns = [name.strip().lower() for name in next(csv.reader([head], delimiter=delimiter), [])]
         if "question" in columns:
@@ -131,7 +134,10 @@ def _listed(value, separated: bool):
     """A lone string or number is a list of one; in a table's cell | separates."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(SEPARATOR) if part.strip()] if separated else [value.strip()]
-    return [str(value)] if isinstance(value, int | float) and not isinstance(value, bool) else value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        empty = isinstance(value, float) and not math.isfinite(value)  # NaN is a table's empty cell, not an answer
+        return value if empty else [str(value)]
+    return value
 
 
 def merge_duplicates(rows: Sequence[Row]) -> tuple[list[Row], list[tuple[int, int]]]:

@@ -53,7 +53,7 @@ class Client:
         answer = self.ask("POST", "/retrieve", json=body)
         try:
             return [[(hit["document"], float(hit["score"])) for hit in hits] for hits in answer.json()["result"]]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RetrievalFault(f"{answer.url}: not an answer of /retrieve ({error!r})") from None
 
     def ask(self, method: str, path: str, **options) -> requests.Response:
@@ -107,23 +107,37 @@ class RemoteIndex:
         """Raises UserError when the server's index was built with another encoder, or from another corpus."""
         self._client = client
         try:
-            values = client.ask("GET", "/index").json()
-        except (RetrievalFault, ValueError) as error:
+            answer = client.ask("GET", "/index")
+        except RetrievalFault as error:
             raise UserError(f"no retrieval server: {error}; start one with python -m bridge_jax.serve --index FOLDER") from None
-        self.manifest = manifests.from_json(values, client.servers[0])
-        manifests.refuse_other(client.servers[0], self.manifest, encoder, corpus)
+        server = answer.url.removesuffix("/index")
+        try:
+            values = answer.json()
+        except (ValueError, RecursionError):
+            raise UserError(
+                f"{server} is no retrieval server of this project: /index answers {answer.text[:60]!r}; give the address of "
+                "python -m bridge_jax.serve"
+            ) from None
+        self.manifest = manifests.from_json(values, server)
+        manifests.refuse_other(server, self.manifest, encoder, corpus)
+        self._fingerprint = manifests.fingerprint(self.manifest)
         self.dim = self.manifest.dim
 
     def __len__(self) -> int:
         return self.manifest.rows
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `EmbeddingIndex.search`. Raises RetrievalFault when no server answers."""
+        """As `EmbeddingIndex.search`.
+
+        Raises:
+          RetrievalFault: no server answers, or one answers something else than rows of the index and their scores.
+          UserError: a server has another index than the run began with.
+        """
         queries = check_queries(queries, self.dim, k, len(self))
         found = [(np.zeros((0, k), np.float32), np.zeros((0, k), np.int32))]
         for at in range(0, len(queries), SEARCHED):
             part = queries[at : at + SEARCHED]
-            found.append(wire.read_hits(self._raw(f"/search?k={k}", part.astype("<f4")), len(part), k))
+            found.append(self._raw(f"/search?k={k}", part.astype("<f4"), wire.read_hits, len(part), k, len(self)))
         return np.concatenate([scores for scores, _ in found]), np.concatenate([rows for _, rows in found])
 
     def vectors(self, rows: np.ndarray) -> np.ndarray:
@@ -132,9 +146,19 @@ class RemoteIndex:
         parts = [np.zeros((0, self.dim), np.float32)]
         for at in range(0, len(distinct), FETCHED):
             part = distinct[at : at + FETCHED]
-            parts.append(wire.read_vectors(self._raw("/vectors", part.astype("<i8")), len(part), self.dim))
+            parts.append(self._raw("/vectors", part.astype("<i8"), wire.read_vectors, len(part), self.dim))
         return np.concatenate(parts)[places.reshape(np.shape(rows))]
 
-    def _raw(self, path: str, values: np.ndarray) -> bytes:
+    def _raw(self, path: str, values: np.ndarray, read, *sizes: int):
+        """What `read` makes of the answer of one of the servers."""
         headers = {"content-type": "application/octet-stream"}
-        return self._client.ask("POST", path, data=np.ascontiguousarray(values).tobytes(), headers=headers).content
+        answer = self._client.ask("POST", path, data=np.ascontiguousarray(values).tobytes(), headers=headers)
+        if answer.headers.get(wire.INDEX, self._fingerprint) != self._fingerprint:
+            raise UserError(
+                f"{answer.url}: this server has another index now than the run began with (other passages or another encoder): "
+                "serve the old one there, and run the same command again to go on"
+            )
+        try:
+            return read(answer.content, *sizes)
+        except ValueError as error:
+            raise RetrievalFault(f"{answer.url}: not an answer of {path.partition('?')[0]} ({error})") from None

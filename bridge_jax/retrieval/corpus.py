@@ -118,7 +118,12 @@ class Corpus:
         row = operator.index(row)
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of a corpus of {len(self)} passages")
-        return _record_at(self._data, int(self._table.starts[row]))
+        if self._data.size() != len(self._data):  # the file's size now; to read behind its end would end the process
+            raise UserError(f"{self.path}: was changed while it was read; put the old file back and run the same command again")
+        try:
+            return _record_at(self._data, int(self._table.starts[row]))
+        except ValueError:
+            raise UserError(f"{self.path}: row {row} is not what it was; was the file changed while it was read?") from None
 
 
 def _record_at(data: mmap.mmap, start: int) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bridge_jax.errors import UserError
+from bridge_jax.retrieval.vectors import STORES
 
 FORMAT = 1
 FINISHED = "manifest.json"
@@ -31,6 +33,8 @@ CORPUS_FIELDS = {
     "corpus_fingerprint": ("corpus content", "open that corpus"),
 }
 STORE_FIELDS = {"store": ("vectors kept as", "open it as it is")}
+_TEXTS = ("encoder_name", "encoder_fingerprint", "pooling", "query_prefix", "passage_prefix", "corpus_fingerprint", "kind", "store")
+_SIZES = ("max_length", "dim", "rows")
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ def read(folder: Path, name: str = FINISHED) -> Manifest | None:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file}: cannot be read ({error}); rebuild the index with --force") from None
     return from_json(values, str(file))
 
@@ -119,7 +123,18 @@ def from_json(values: object, where: str) -> Manifest:
     needed = {name for name, f in fields.items() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING}
     for name in (needed - values.keys()) | (values.keys() - fields.keys()):
         raise UserError(f"{where}: field {name!r} is {'missing' if name in fields else 'unknown'}; rebuild the index with --force")
+    for name in _TEXTS + _SIZES:
+        value = values.get(name, fields[name].default)
+        wrong = type(value) is not int or value < 1 if name in _SIZES else not isinstance(value, str)
+        if wrong or (name == "store" and value not in STORES):
+            raise UserError(f"{where}: field {name!r} is {str(value)[:40]!r}; rebuild the index with --force")
     return Manifest(**values)
+
+
+def fingerprint(manifest: Manifest) -> str:
+    """The same for two indexes of one encoder and one corpus, wherever they lie: either may answer a run's searches."""
+    compared = [[name, getattr(manifest, name)] for name in (ENCODER_FIELDS | CORPUS_FIELDS | STORE_FIELDS)]
+    return hashlib.sha256(json.dumps(compared).encode()).hexdigest()[:32]
 
 
 def difference(have: Manifest, want: Manifest) -> tuple[str, str] | None:

@@ -3,6 +3,7 @@
 POST /retrieve   passages for texts (wire.py)             POST /search, /vectors   rows and vectors, for retrieval/client.py
 GET  /health     {"status": "ok", ...}                    GET  /index              the manifest
 GET  /metrics    Prometheus' text format                  POST /adapter            another query LoRA, with the token only
+GET  /openapi.json  openapi.json beside this file: all of these
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -27,14 +29,15 @@ from starlette.routing import Route
 from bridge_jax.errors import UserError
 from bridge_jax.models import e5
 from bridge_jax.models.lora import load_peft
+from bridge_jax.retrieval import manifest as manifests
 from bridge_jax.retrieval import wire
 from bridge_jax.retrieval.batching import Batcher, Full
-from bridge_jax.retrieval.manifest import Manifest
 from bridge_jax.retrieval.serving import with_adapter
 from bridge_jax.retrieval.wire import BadRequest, Limits
 
 log = logging.getLogger(__name__)
 
+DESCRIPTION = Path(__file__).with_name("openapi.json")
 BODY_SECONDS = 30.0  # a request's body must arrive within
 BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
@@ -58,7 +61,7 @@ class Job(NamedTuple):
 class Service:
     """The parts of a server: what is searched and with what. Its tower can be replaced while it serves."""
 
-    def __init__(self, encoder: e5.Encoder, index, corpus, manifest: Manifest, adapter: str | None = None):
+    def __init__(self, encoder: e5.Encoder, index, corpus, manifest: manifests.Manifest, adapter: str | None = None):
         self.index, self.corpus, self.manifest = index, corpus, manifest
         self._base = encoder
         self.tower = Tower(encoder, None, None)
@@ -133,6 +136,10 @@ def make_app(
       batch: queries searched together. waiting: queries that may wait; more are answered with 503.
     """
     limits, metrics = limits or Limits(), Metrics()
+    identity = {wire.INDEX: manifests.fingerprint(service.manifest)}
+
+    def numbers(body: bytes) -> Response:
+        return Response(body, headers=identity, media_type="application/octet-stream")
 
     def run(jobs: Sequence[Job]) -> list[bytes]:
         count = sum(len(job.queries) for job in jobs)
@@ -160,15 +167,14 @@ def make_app(
         return Response(await batcher.submit(Job(ask.queries, ask.topk, answer)), media_type="application/json")
 
     async def search(request: Request) -> Response:
-        k = request.query_params.get("k", "")
-        k = wire.check_topk(int(k) if k.isascii() and k.isdigit() else None, limits, len(service.corpus), ["query", "k"], "k")
+        k = wire.read_k(request.query_params.get("k"), limits, len(service.corpus))
         queries = wire.read_queries(await _body(request, limits), service.index.dim, limits)
-        return Response(await batcher.submit(Job(queries, k, wire.write_hits)), media_type="application/octet-stream")
+        return numbers(await batcher.submit(Job(queries, k, wire.write_hits)))
 
     async def vectors(request: Request) -> Response:
         rows = wire.read_rows(await _body(request, limits), len(service.corpus))
         found = await asyncio.to_thread(service.index.vectors, rows)
-        return Response(wire.write_vectors(found), media_type="application/octet-stream")
+        return numbers(wire.write_vectors(found))
 
     async def adapter(request: Request) -> Response:
         given = request.headers.get("authorization", "")
@@ -198,12 +204,15 @@ def make_app(
     async def index(request: Request) -> Response:
         return JSONResponse(dataclasses.asdict(service.manifest))
 
+    async def describe(request: Request) -> Response:
+        return Response(DESCRIPTION.read_bytes(), media_type="application/json")
+
     async def show_metrics(request: Request) -> Response:
         return Response(generate_latest(metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
     def counted(handler):
         async def wrapped(request: Request) -> Response:
-            began, path = time.perf_counter(), request.url.path
+            began, path = time.perf_counter(), request.scope["path"]  # `request.url` decodes the query, which may be any bytes
             try:
                 response = await handler(request)
             except BadRequest as error:
@@ -223,7 +232,7 @@ def make_app(
         return wrapped
 
     posts = {"/retrieve": retrieve, "/search": search, "/vectors": vectors} | ({"/adapter": adapter} if token else {})
-    gets = {"/health": health, "/index": index, "/metrics": show_metrics}
+    gets = {"/health": health, "/index": index, "/metrics": show_metrics, "/openapi.json": describe}
     routes = [Route(path, counted(handler), methods=["POST"]) for path, handler in posts.items()]
     routes += [Route(path, counted(handler), methods=["GET"]) for path, handler in gets.items()]
     return Starlette(routes=routes, lifespan=lifespan)
@@ -233,7 +242,7 @@ async def _body(request: Request, limits: Limits) -> bytes:
     """The body, read no further than its limit."""
     too_long = BadRequest(413, ["body"], f"body is longer than {limits.body} bytes: send fewer queries at once")
     declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > limits.body:
+    if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > limits.body):
         raise too_long
     parts, size = [], 0
     try:

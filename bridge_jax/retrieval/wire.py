@@ -8,6 +8,8 @@ The other two are this project's, for a run whose index is elsewhere. Raw little
 
     POST /search?k=K     float32 [B, D] query vectors  ->  int32 [B, K] rows, then float32 [B, K] scores
     POST /vectors        int64 [n] rows                ->  bfloat16 [n, D]
+
+Their answers carry the index's fingerprint (`manifest.fingerprint`) in the header INDEX.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from bridge_jax.retrieval.vectors import BFLOAT16
+
+INDEX = "x-index-fingerprint"
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class BadRequest(Exception):
     """A request is refused: HTTP status, and the field and what is wrong with it, as `{"detail": [...]}` of Search-R1's server."""
 
     def __init__(self, status: int, field: Sequence[str | int], message: str):
+        message = message.encode("utf-8", "replace").decode()  # it may quote half a surrogate pair
         super().__init__(message)
         self.status = status
         self.detail = {"detail": [{"type": "value_error", "loc": list(field), "msg": message}]}
@@ -88,6 +93,12 @@ def read_ask(body: bytes, limits: Limits, default_topk: int, rows: int) -> Ask:
     return Ask(queries, topk, return_scores)
 
 
+def read_k(text: str | None, limits: Limits, rows: int) -> int:
+    """The k of /search's query string. BadRequest as `check_topk`."""
+    written = text is not None and text.isascii() and text.isdigit() and len(text) <= 9  # int() refuses thousands of digits
+    return check_topk(int(text) if written else None, limits, rows, ["query", "k"], "k")
+
+
 def check_topk(topk, limits: Limits, rows: int, where: list, name: str) -> int:
     """BadRequest unless it is a whole number from 1 to what the limits and the corpus allow."""
     most = min(limits.topk, rows)
@@ -127,10 +138,23 @@ def write_hits(scores: np.ndarray, rows: np.ndarray) -> bytes:
     return rows.astype("<i4").tobytes() + scores.astype("<f4").tobytes()
 
 
-def read_hits(body: bytes, count: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The answer of /search for `count` queries -> scores [count, k] float32, rows [count, k] int32. ValueError otherwise."""
-    rows, scores = np.frombuffer(body[: 4 * count * k], "<i4"), np.frombuffer(body[4 * count * k :], "<f4")
-    return scores.reshape(count, k), rows.reshape(count, k)
+def read_hits(body: bytes, count: int, k: int, passages: int) -> tuple[np.ndarray, np.ndarray]:
+    """The answer of /search for `count` queries -> scores [count, k] float32, rows [count, k] int32.
+
+    Raises:
+      ValueError: another size, a row that is none of `passages`, a row twice for a query, or a score that is not finite.
+    """
+    if len(body) != 8 * count * k:
+        raise ValueError(f"{len(body)} bytes instead of {8 * count * k}")
+    rows = np.frombuffer(body, "<i4", count * k).reshape(count, k)
+    scores = np.frombuffer(body, "<f4", count * k, 4 * count * k).reshape(count, k)
+    if ((rows < 0) | (rows >= passages)).any():
+        raise ValueError(f"a row that is not in the index of {passages} passages")
+    if (np.diff(np.sort(rows, -1), axis=-1) == 0).any():
+        raise ValueError("a passage twice for one query")
+    if not np.isfinite(scores).all():
+        raise ValueError("a score that is not finite")
+    return scores, rows
 
 
 def read_rows(body: bytes, rows: int) -> np.ndarray:
@@ -149,5 +173,10 @@ def write_vectors(vectors: np.ndarray) -> bytes:
 
 
 def read_vectors(body: bytes, count: int, dim: int) -> np.ndarray:
-    """-> [count, dim] float32. ValueError for another size."""
-    return np.frombuffer(body, BFLOAT16).reshape(count, dim).astype(np.float32)
+    """-> [count, dim] float32. ValueError for another size, or a value that is not finite."""
+    if len(body) != 2 * count * dim:
+        raise ValueError(f"{len(body)} bytes instead of {2 * count * dim}")
+    vectors = np.frombuffer(body, BFLOAT16).reshape(count, dim).astype(np.float32)
+    if not np.isfinite(vectors).all():
+        raise ValueError("a vector that is not finite")
+    return vectors

@@ -48,7 +48,12 @@ RETRY = (
 )
 
 # Wider than the exact tags on purpose: "< / Answer >" reads as a tag to a language model too.
-_TAG_LIKE = re.compile(r"<(\s*/?\s*(?:think|search|information|answer)\b[^<>]*)>", re.IGNORECASE)
+_BRACKET = re.compile(r"(<(?=(?:\s*/)?\s*(?:think|search|information|answer)\b))|[<>]", re.IGNORECASE)
+# What shows nothing and what some tokenizers drop: control characters, and Unicode's Default_Ignorable_Code_Point.
+_INVISIBLE = re.compile(
+    "[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
+    "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
 
 
 class PassageLike(Protocol):
@@ -98,12 +103,35 @@ def parse(text: str) -> Action:
 
 
 def inert(text: str) -> str:
-    """`text` with every protocol tag, however spaced or cased, in parentheses instead of angle brackets."""
-    if not text.isascii() and _TAG_LIKE.search(normal := unicodedata.normalize("NFKC", text)):
-        text = normal  # full-width brackets, which some tokenizers would fold into real ones
-    while _TAG_LIKE.search(text):  # a replaced tag may have stood inside another one
-        text = _TAG_LIKE.sub(r"(\1)", text)
-    return text
+    """`text` with every protocol tag, however spaced or cased, in parentheses instead of angle brackets.
+
+    Nor does a tag appear when a tokenizer folds full-width brackets, or drops what cannot be seen, such as a zero-width space.
+    Linear in the length of the text, which may be hostile.
+    """
+    text = _without_tags(text)
+    if text.isprintable() and text.isascii():
+        return text
+    folded = unicodedata.normalize("NFKC", _INVISIBLE.sub("", text))
+    return text if (clean := _without_tags(folded)) == folded else clean
+
+
+def _without_tags(text: str) -> str:
+    """Brackets are matched as they nest. The beginning of a tag goes also where the text does not close it: behind a cut, what is
+    shown next could."""
+    if "<" not in text:
+        return text
+    pieces, done = [], 0
+    opened = 0  # tags that the next ">" closes
+    for found in _BRACKET.finditer(text):
+        pieces += [text[done : found.start()], found[0]]
+        done = found.end()
+        if found[1]:
+            pieces[-1], opened = "(", opened + 1
+        elif found[0] == "<":
+            opened = 0
+        elif opened:
+            pieces[-1], opened = ")", opened - 1
+    return "".join([*pieces, text[done:]])
 
 
 def render_document(number: int, passage: PassageLike) -> str:
@@ -134,6 +162,8 @@ def _special_tokens(tokenizer) -> tuple[frozenset[int], tuple[str, ...]]:
 def encode_untrusted(tokenizer, text: str) -> list[int]:
     """Token ids of text from outside: a spelled-out special token (``<|im_end|>``) becomes ordinary text, never its id."""
     forbidden, spellings = _special_tokens(tokenizer)
+    if not text.isascii():  # half a surrogate pair is no text to a tokenizer
+        text = text.encode("utf-8", "replace").decode()
     for spelling in spellings:
         if spelling in text:
             harmless = spelling.replace("<", "(").replace(">", ")")

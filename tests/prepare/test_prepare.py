@@ -148,6 +148,8 @@ def test_a_table_is_read_as_it_was_written(tmp_path_factory, rows, delimiter):
         ("q.csv", 'question,answer\n"two\nlines",a\nwho,a,b\n', ("line 4", "3 cells")),
         ("q.csv", "id,question,answer\n1,a,b\n1,c,d\n", ("line 3", "field 'id'", "line 2")),
         ("q.csv", "question,answer\n", ("holds no question",)),
+        ("q.csv", "question,answer\rwho,a\r", ("line 1", "line ends")),
+        ("q.jsonl", '{"question": "a", "answer": NaN}\n', ("line 1", "field 'answer'", "nan")),
         ("q.jsonl", '{"question": "a", "answer": []}\n', ("line 1", "field 'answer'", "empty list")),
         ("q.jsonl", '{"question": "a", "answers": ["b", 3]}\n', ("line 1", "field 'answers[1]'", "not a string")),
         ("q.jsonl", '\n{"question": 3, "answer": "b"}\n', ("line 2", "field 'question'")),

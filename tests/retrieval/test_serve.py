@@ -4,6 +4,7 @@
 import contextlib
 import http.server
 import json
+import logging
 import os
 import re
 import signal
@@ -209,6 +210,51 @@ def test_the_adapter_is_swapped_with_the_token_only(url, parts, adapter, tmp_pat
     assert swap(None).status_code == 200 and rows() == base
 
 
+def test_the_token_is_in_no_log_and_no_answer(parts, adapter, caplog, capfd):
+    """Not even where everything is logged, and not when a request fails inside."""
+    caplog.set_level(logging.DEBUG)
+    service, secret = Service(*parts), "tok3n-of-the-operator"
+    with running(make_app(service, LIMITS, token=secret)) as address:
+
+        def swap(token, folder=adapter):
+            return requests.post(f"{address}/adapter", json={"folder": folder}, headers={"authorization": f"Bearer {token}"})
+
+        assert [swap(secret).status_code, swap(secret + "x").status_code, swap(secret, "/nowhere").status_code] == [200, 401, 422]
+        service.use_adapter = lambda folder: 1 / 0
+        failed = swap(secret)
+        answers = [failed.text, *(requests.get(address + path).text for path in ("/health", "/index", "/metrics"))]
+    assert failed.status_code == 500 and "ZeroDivisionError" in caplog.text
+    out, err = capfd.readouterr()
+    for text in (caplog.text, out, err, *answers):
+        assert secret not in text
+
+
+def test_the_description_names_every_path_and_what_it_refuses(url, parts):
+    described = requests.get(f"{url}/openapi.json").json()
+    for token in (TOKEN, None):
+        app = make_app(Service(*parts), LIMITS, token=token)
+        routes = {(route.path, method.lower()) for route in app.routes for method in route.methods - {"HEAD"}}
+        paths = {(path, method) for path, methods in described["paths"].items() for method in methods}
+        assert routes == paths - ({("/adapter", "post")} if token is None else set())
+    for method, path, body, status in (
+        ("post", "/retrieve", b"{}", 422),
+        ("post", "/retrieve", bytes(21_000), 413),
+        ("post", "/search", b"", 422),
+        ("post", "/vectors", b"123", 422),
+        ("post", "/adapter", b"{}", 401),
+        ("get", "/health", None, 200),
+        ("get", "/index", None, 200),
+        ("get", "/metrics", None, 200),
+    ):
+        answer = requests.request(method, url + path, data=body)
+        content = described["paths"][path][method]["responses"][str(answer.status_code)]["content"]
+        assert answer.status_code == status and answer.headers["content-type"].partition(";")[0] in content
+    asked = described["components"]["schemas"]["Ask"]["properties"]
+    limits = Limits()
+    assert (asked["topk"]["maximum"], asked["queries"]["maxItems"]) == (limits.topk, limits.queries)
+    assert asked["queries"]["items"]["maxLength"] == limits.query_length
+
+
 def test_without_a_token_there_is_no_adapter_path_and_too_many_waiting_are_told_to_come_back(parts):
     service = Service(*parts)
     inner, release = service.run, threading.Event()
@@ -255,6 +301,7 @@ def test_a_run_whose_index_is_on_a_server_sees_the_same_numbers(url, parts, enco
         ("/search?k=3", bytes(128 * 51), "at most 50"),
         ("/search", bytes(128), "k must be"),
         ("/search?k=x", bytes(128), "k must be"),
+        ("/search?k=" + "9" * 5000, bytes(128), "k must be"),
         ("/vectors", b"123", "int64 rows"),
         ("/vectors", np.int64([3, -1]).tobytes(), "row -1"),
         ("/vectors", np.int64([300]).tobytes(), "row 300"),
@@ -389,6 +436,14 @@ def test_bad_arguments_are_one_line_and_exit_code_2(folder, capfd, arguments, na
         code = serve.main(arguments if "--port" in arguments else [*arguments, "--port", "0"])
     err = capfd.readouterr().err
     assert code == 2 and err.splitlines()[-1].startswith("error: ") and named in err, err
+
+
+def test_it_listens_to_this_machine_alone_unless_told(caplog):
+    assert serve.parser().parse_args(["--index", "x"]).host == "127.0.0.1"
+    serve._listen("127.0.0.1", 0).close()
+    assert not caplog.text
+    serve._listen("0.0.0.0", 0).close()
+    assert "every machine that reaches it can search" in caplog.text
 
 
 def test_the_token_may_come_from_the_environment(monkeypatch, tmp_path):

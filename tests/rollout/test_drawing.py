@@ -32,6 +32,18 @@ def test_draw_inverts_the_cumulative_distribution(vocab):
     np.testing.assert_allclose(share, jax.nn.softmax(logits), atol=1.1 / 8192)
 
 
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize("where", [slice(7, 8), slice(None)])
+def test_logits_that_are_no_numbers_still_give_an_id_and_show_in_the_log_prob(bad, where):
+    """The update that such a log-prob would spoil is skipped (test_bilevel); the rollout must get there."""
+    logits = jnp.zeros((2, 300)).at[0, where].set(bad)
+    for temperature in (0.0, 1.0):
+        token, logp = pick(logits, jax.random.key(0), jnp.arange(2), jnp.zeros(2, jnp.int32), jnp.float32(temperature))
+        assert (token >= 0).all() and (token < 300).all() and jnp.isfinite(logp[1])
+        spoiled = bad != -jnp.inf or where == slice(None)
+        assert bool(jnp.isfinite(logp[0])) != spoiled
+
+
 def test_draw_never_takes_an_impossible_id():
     logits = jnp.full((3, 300), -jnp.inf).at[:, 17].set(0.0).at[:, 250].set(-20.0)
     ids = drawing.draw(logits, jnp.asarray([0.0, 0.5, 1 - 2**-24]))

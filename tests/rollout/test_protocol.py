@@ -155,6 +155,14 @@ def test_nothing_in_a_passage_can_act_as_a_tag(title, text, limit):
     assert protocol.render_information([passage, passage]).count("\nDoc") <= 1
 
 
+def test_a_text_of_nothing_but_brackets_takes_no_time():
+    count = 100_000  # quadratic would be minutes
+    assert protocol.inert("<search " * count + ">" * count) == "(search " * count + ")" * count
+    assert protocol.inert("<search " * count) == "(search " * count, "what is shown behind it could close it"
+    assert protocol.inert("<" + " " * count + "x") == "<" + " " * count + "x"
+    assert protocol.inert("<sea\u200brch>＜/answer＞\u202e") == "(search)(/answer)"
+
+
 def test_special_tokens_are_ordinary_text():
     passage = Passage("1", "a <|end|>", "b <|stop|> c <|en<|end|>d|>")
     seen = protocol.render_observation([passage], BYTES, 1000)
