@@ -7,7 +7,12 @@
 Importing the package imports nothing heavy; everything else is in its submodules (docs/architecture.md, docs/extending.md).
 """
 
+import os
 from typing import TYPE_CHECKING
+
+os.environ.setdefault(
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
+)  # it says of every run that torch is missing, which nothing here needs
 
 __version__ = "0.1.0"
 __all__ = ["load_config", "open_run", "train_run"]

@@ -191,7 +191,9 @@ def summary(report: dict, questions: Path) -> list[str]:
     lines += [f"  {name:>9} {'█' * round(40 * count / most)} {count:,}" for name, count in report["words_a_passage"].items()]
     lines.append(f"questions   {report['questions']:,}: {report['train']:,} to train on, {report['dev']:,} held out")
     lines += _findings(
-        "merged", report["question_duplicates"], lambda d: f"line {d['line']} asks what line {d['same_as_line']} asks"
+        "merged",
+        report["question_duplicates"],
+        lambda d: f"line {d['line']} asks what line {d['same_as_line']} asks; the answers of both count",
     )
     looked, missing = report["answers_looked_for"], report["answers_not_in_corpus"]
     if looked:

@@ -69,7 +69,7 @@ class Client:
                 if answer.status_code < 500 and answer.status_code not in (408, 429):
                     raise UserError(failure)
             except requests.RequestException as error:
-                failure = f"{server}{path}: {type(error).__name__}: {error}"
+                failure = f"{server}{path}: {_cause(error)}"
             if attempt == self.attempts:
                 raise RetrievalFault(f"{failure} ({self.attempts} attempts)")
             # Half of the wait is chance: clients that failed together do not come back together.
@@ -84,6 +84,13 @@ class Client:
             self._local.session = requests.Session()
             self._local.session.trust_env = False  # servers are neighbours: a proxy for the internet must not come between
         return self._local.session
+
+
+def _cause(error: requests.RequestException) -> str:
+    """The innermost reason: `requests` wraps the pool's error, which wraps the connection's, with the address in each."""
+    if isinstance(error, requests.Timeout):
+        return "no answer in time"
+    return str(error).rsplit(": ", 1)[-1].strip(")'\"") or type(error).__name__
 
 
 def _detail(answer: requests.Response) -> str:
