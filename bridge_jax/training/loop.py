@@ -145,7 +145,9 @@ class Run:
             raise
         self.checkpoints.wait()
         export(self.workdir, self.config, self.learner.assets, state)
-        places = f"policy in {self.workdir / 'policy'}, retriever LoRA in {self.workdir / 'retriever'}, metrics in {self.log.path}"
+        method = method_of(self.config)
+        what = "encoder" if method.trains_encoder else "retriever LoRA" if method.trains_retriever else "untrained retriever LoRA"
+        places = f"policy in {self.workdir / 'policy'}, {what} in {self.workdir / 'retriever'}, metrics in {self.log.path}"
         self.display.say(f"done: {places}")
         return True
 
