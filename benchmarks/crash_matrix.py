@@ -32,6 +32,9 @@ from machine import about
 from bridge_jax.training.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "tests" / "training"))
+import tiny_run  # noqa: E402
+
 RUNS, SEED = 50, 0
 LONGEST_DELAY = 0.5  # seconds from a point to the kill
 MINI = {
@@ -39,17 +42,12 @@ MINI = {
     "grpo.minibatch_questions": 8, "rollout.batch_groups": 8,
 }  # fmt: skip
 TINY = {"train.steps": 6, "train.eval_every": 2, "train.checkpoint_every": 1}
-# What a clock or a compiler says is not the run's result.
-NOT_THE_RUN = ("time/", "goodput/", "compilations/", "rollout/compilations", "rollout/tokens_per_second")
 
 
 def words(world: str, folder: Path) -> list[str]:
     """The run's command-line words, without its workdir."""
     if world == "mini":
         return [f"--config={ROOT / 'configs' / 'mini.py'}", *(f"--config.{name}={value}" for name, value in MINI.items())]
-    sys.path.append(str(ROOT / "tests" / "training"))
-    import tiny_run
-
     path = tiny_run.write_world(folder / "world")
     return [f"--config={path}", *(f"--config.{name}={value}" for name, value in TINY.items())]
 
@@ -61,10 +59,8 @@ def child(run: list[str], workdir: Path, *kill: str) -> subprocess.CompletedProc
 
 def result(workdir: Path) -> dict[str, object]:
     """Everything that the unbroken run must share: {name: what it holds}."""
-    rows = read_metrics(workdir / "metrics.jsonl")
-    found: dict[str, object] = {
-        f"metrics of step {row['step']}": {k: v for k, v in row.items() if not k.startswith(NOT_THE_RUN)} for row in rows
-    }
+    rows = tiny_run.results(read_metrics(workdir / "metrics.jsonl"))
+    found: dict[str, object] = {f"metrics of step {row['step']}": row for row in rows}
     files = [*workdir.glob("rollouts/*.jsonl"), *workdir.glob("policy/*.safetensors"), *workdir.glob("retriever/*.safetensors")]
     found |= {str(path.relative_to(workdir)): path.read_bytes() for path in files}
     for path in workdir.glob("eval/*.json"):

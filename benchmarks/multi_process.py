@@ -49,11 +49,8 @@ SETTINGS = {
     "grpo__microbatch": 40,
     "credit__minibatch": 8,
 }
-# What a clock or a compiler says, what follows the layout, and what is a difference of rounding errors.
-NOT_THE_RUN = (
-    "time/", "goodput/", "compilations/", "rollout/compilations", "rollout/tokens_per_second", "rollout/padding_ratio", "memory/",
-    "gap/", "policy/packing_fill",
-)  # fmt: skip
+# Besides, what follows the layout, and what is a difference of rounding errors.
+NOT_THE_RUN = (*tiny_run.NOT_THE_RUN, "memory/", "gap/", "rollout/padding_ratio", "policy/packing_fill")
 
 
 class Bench:

@@ -35,8 +35,9 @@ TOO_LONG = ("context length", "context_length", "maximum context", "too long", "
 
 
 @dataclass(frozen=True)
-class Said:
-    """An answer. finish: "stop" | "length" | "too_long" | "refused"; `problem` is the server's reason for the last two."""
+class Reply:
+    """What a model answered. finish: "stop" | "length" (cut off) | "too_long" (the message does not fit) | "refused" (by an
+    endpoint); `problem` is the reason for the last two. seconds: under way, waits for its batch included."""
 
     text: str
     finish: str = "stop"
@@ -89,7 +90,7 @@ class Endpoint:
             totals["dollars"] = (totals["prompt_tokens"] * self.price[0] + totals["tokens"] * self.price[1]) / 1e6
         return totals
 
-    def complete_many(self, asked: Sequence[Mapping]) -> list[Said]:
+    def complete_many(self, asked: Sequence[Mapping]) -> list[Reply]:
         """Answers in the order of `asked`: each {"messages", "max_tokens" [, "stop", "temperature", "vote"]}.
 
         vote: a number that tells repeated samples of one question apart; it is not sent.
@@ -109,7 +110,7 @@ class Endpoint:
 
     # ---- one request -------------------------------------------------------------------------------------------------------------
 
-    def _complete(self, request: Mapping) -> Said:
+    def _complete(self, request: Mapping) -> Reply:
         name = self._hash(request)
         with self._lock:
             known = self._known.get(name)
@@ -135,7 +136,7 @@ class Endpoint:
         )
         return hashlib.sha256(json.dumps(what, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")).hexdigest()
 
-    def _ask(self, request: Mapping) -> Said:
+    def _ask(self, request: Mapping) -> Reply:
         why = ""
         attempt = 0
         while attempt <= self.retries:
@@ -189,18 +190,18 @@ class Endpoint:
             return True
         return False
 
-    def _refused(self, answer: requests.Response) -> Said:
+    def _refused(self, answer: requests.Response) -> Reply:
         """A question that the endpoint cannot take is that question's outcome; a refusal of everything is the user's to mend."""
         status, said = answer.status_code, self._hidden(_message(answer))
         if status in (401, 403):
             raise UserError(f"{self.url} refuses the key ({status}: {said}); set the variable that --key-env names")
         if any(sign in said.lower() for sign in TOO_LONG):
-            return Said("", "too_long", problem=said)
+            return Reply("", "too_long", problem=said)
         if not self._answered_once or status in (404, 405):
             raise UserError(
                 f"{self.url} refuses model '{self.model}' or the request ({status}: {said}); check --endpoint and --model"
             )
-        return Said("", "refused", problem=said)
+        return Reply("", "refused", problem=said)
 
     def _hidden(self, text: str) -> str:
         return text.replace(self._key, "***") if self._key else text
@@ -211,14 +212,14 @@ class Endpoint:
         return min(self.first_wait * 2 ** (attempt - 1), LONGEST_WAIT) * random.uniform(0.75, 1.25)
 
 
-def _parse(answer: requests.Response, seconds: float) -> Said | None:
+def _parse(answer: requests.Response, seconds: float) -> Reply | None:
     try:
         content = answer.json()
         [choice, *_] = content["choices"]
         text = choice["message"].get("content") or ""
         usage = content.get("usage") or {}
         finish = "length" if choice.get("finish_reason") == "length" else "stop"
-        return Said(str(text), finish, int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0)), seconds)
+        return Reply(str(text), finish, int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0)), seconds)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -234,7 +235,7 @@ def _message(answer: requests.Response) -> str:
     return " ".join(str(text).split())[:300]
 
 
-def _read_cache(path: Path | None) -> dict[str, Said]:
+def _read_cache(path: Path | None) -> dict[str, Reply]:
     """Answers by request. A last line that a kill cut short is cut off, so that the next one begins a line."""
     if path is None or not path.exists():
         return {}
@@ -247,7 +248,7 @@ def _read_cache(path: Path | None) -> dict[str, Said]:
         try:
             row = json.loads(line)
             request = row.pop("request")
-            known[request] = Said(**row)
+            known[request] = Reply(**row)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(f"{path}, line {number}: is no answer of an endpoint ({error}); delete the line") from error
     return known

@@ -20,7 +20,6 @@ import xla_flags
 from commands import Runner
 
 from bridge_jax.errors import UserError, main_guard
-from bridge_jax.overrides import split_overrides
 
 FLAGS, MEMORY = "XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 SSH = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=20"]
@@ -39,11 +38,7 @@ Add --dry-run to any of them to see every command and run none."""
 
 @main_guard
 def main(argv: Sequence[str] | None = None) -> int:
-    overrides, rest = split_overrides(sys.argv[1:] if argv is None else argv)
-    args = _parser().parse_args(rest)
-    if overrides and args.command != "run":
-        raise UserError(f"--config.{overrides[0]}: only run takes overrides")
-    args.overrides = overrides
+    args = job.parsed(_parser(), argv)
     if not re.fullmatch(r"[A-Za-z0-9][-\w]*", args.name, re.ASCII):
         raise UserError(f"--name={args.name}: letters, digits and dashes")
     return COMMANDS[args.command](args, Runner(args.dry_run))

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import re
 import shlex
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bridge_jax.errors import UserError
+from bridge_jax.overrides import split_overrides
 
 SCRIPT = Path(__file__).with_name("job.sh")
+
+
+def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """A launcher's command line, with the `--config.*` overrides as `overrides`. UserError where its command takes none."""
+    overrides, rest = split_overrides(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(rest)
+    if overrides and args.command != "run":
+        raise UserError(f"--config.{overrides[0]}: only run takes overrides")
+    args.overrides = overrides
+    return args
 
 
 def cache() -> Path:

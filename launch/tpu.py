@@ -20,7 +20,6 @@ from gcloud import Tpu, read_end
 from tpu_types import TpuType, tpu_type
 
 from bridge_jax.errors import UserError, main_guard
-from bridge_jax.overrides import split_overrides
 
 FLAGS = "LIBTPU_INIT_ARGS"
 EXTRAS = "tpu,gcs"
@@ -40,11 +39,7 @@ Add --dry-run to any of them to see every command and run none."""
 
 @main_guard
 def main(argv: Sequence[str] | None = None) -> int:
-    overrides, rest = split_overrides(sys.argv[1:] if argv is None else argv)
-    args = _parser().parse_args(rest)
-    if overrides and args.command != "run":
-        raise UserError(f"--config.{overrides[0]}: only run takes overrides")
-    args.overrides = overrides
+    args = job.parsed(_parser(), argv)
     tpu = Tpu(*_place(args), Runner(args.dry_run), args.poll)
     return COMMANDS[args.command](args, tpu)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from bridge_jax.distributed import CPU_FLAG
 
 
-def run_on_devices(count: int, script: str, here: Path, timeout: int = 600) -> subprocess.CompletedProcess:
+def run_on_devices(count: int, script: str, here: Path, *arguments: str, timeout: int = 600) -> subprocess.CompletedProcess:
     """The finished process of a Python script that can import the project and the modules in `here` and beside this one."""
     tests = Path(__file__).parent
     environment = os.environ | {
@@ -16,4 +16,6 @@ def run_on_devices(count: int, script: str, here: Path, timeout: int = 600) -> s
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(map(str, (here, tests, tests.parent))),
     }
-    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments], env=environment, capture_output=True, text=True, timeout=timeout
+    )

@@ -14,43 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from bridge_jax.errors import UserError
-from bridge_jax.retrieval.corpus import Corpus, Passage
+from bridge_jax.retrieval.merged import MergedCorpus
 from bridge_jax.retrieval.retriever import RetrievalResult, Retriever
 
 RRF_K = 100
-
-
-class Corpora(Sequence):
-    """Corpora end to end; of an id that several hold, `row_of` gives the first."""
-
-    def __init__(self, parts: Sequence[Corpus]):
-        self.parts = list(parts)
-        self.starts = np.cumsum([0, *map(len, self.parts)])
-
-    def __len__(self) -> int:
-        return int(self.starts[-1])
-
-    def _place(self, row: int) -> tuple[Corpus, int]:
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of corpora of {len(self)} passages")
-        part = int(np.searchsorted(self.starts, row, side="right")) - 1
-        return self.parts[part], int(row - self.starts[part])
-
-    def __getitem__(self, row: int) -> Passage:
-        corpus, row = self._place(row)
-        return corpus[row]
-
-    def contents(self, row: int) -> str:
-        corpus, row = self._place(row)
-        return corpus.contents(row)
-
-    def row_of(self, passage_id: str) -> int:
-        for corpus, start in zip(self.parts, self.starts):
-            try:
-                return int(start) + corpus.row_of(passage_id)
-            except KeyError:
-                continue
-        raise KeyError(passage_id)
 
 
 class FusedRetriever:
@@ -61,7 +28,7 @@ class FusedRetriever:
         if not corpora or not corpora[0] or any([*map(len, found)] != [*map(len, corpora[0])] for found in corpora):
             raise UserError("every encoder must be over the same corpora")
         self.groups, self.rrf_k = [list(group) for group in groups], rrf_k
-        self.corpus = Corpora(corpora[0])
+        self.corpus = MergedCorpus(corpora[0])
 
     def search(self, queries: Sequence[str], k: int, lora=None) -> RetrievalResult:
         """The k best passages of each query; `lora` and query_vectors are of the first encoder's query tower."""

@@ -65,10 +65,10 @@ class MergedCorpus:
         self.path = [corpus.path for corpus in corpora]
         self.limit = None
         self.fingerprint = hashlib.sha256(" ".join(c.fingerprint for c in corpora).encode()).hexdigest()
-        self._starts = np.cumsum([0, *map(len, corpora)])
+        self.starts = np.cumsum([0, *map(len, corpora)])
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return int(self.starts[-1])
 
     def __iter__(self) -> Iterator[Passage]:
         return (passage for corpus in self.corpora for passage in corpus)
@@ -86,7 +86,7 @@ class MergedCorpus:
         return corpus.document(row)
 
     def row_of(self, passage_id: str) -> int:
-        for corpus, start in zip(self.corpora, self._starts):
+        for corpus, start in zip(self.corpora, self.starts):
             try:
                 return int(start) + corpus.row_of(passage_id)
             except KeyError:
@@ -96,5 +96,5 @@ class MergedCorpus:
     def _place(self, row: int) -> tuple[Corpus, int]:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of corpora of {len(self)} passages")
-        i = int(np.searchsorted(self._starts, row, side="right")) - 1
-        return self.corpora[i], int(row - self._starts[i])
+        i = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return self.corpora[i], int(row - self.starts[i])

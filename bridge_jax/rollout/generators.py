@@ -8,32 +8,20 @@ a generation at the token that completes one of them; the text is cut there.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import jax
 import numpy as np
 
 from bridge_jax.data.prompts import encode_message, harmless
-from bridge_jax.endpoint import Endpoint
+from bridge_jax.endpoint import Endpoint, Reply
 from bridge_jax.rollout import sampler as device
 from bridge_jax.rollout.flight import Flight, bucket, length_buckets, private_widths
 from bridge_jax.rollout.rows import RolloutConfig, Row
 from bridge_jax.rollout.stopping import stop_table
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What came back. finish: "stop" | "length" (cut off) | "too_long" (the message does not fit) | "refused" (by an endpoint)."""
-
-    text: str
-    finish: str = "stop"
-    prompt_tokens: int = 0
-    tokens: int = 0
-    seconds: float = 0.0  # under way, waits for its batch included
-    problem: str = ""
 
 
 class Generator(Protocol):
@@ -141,10 +129,8 @@ class EndpointGenerator:
     def generate(self, messages: Sequence[str], *, stops: tuple[str, str], max_tokens: int) -> list[Reply]:
         sent = tuple(stop for stop in stops if stop.strip())
         asked = [{"messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, "stop": sent} for text in messages]
-        return [
-            Reply(_reply_of(said.text, stops), said.finish, said.prompt_tokens, said.tokens, said.seconds, said.problem)
-            for said in self.endpoint.complete_many(asked)
-        ]
+        replies = self.endpoint.complete_many(asked)
+        return [dataclasses.replace(reply, text=_reply_of(reply.text, stops)) for reply in replies]
 
     def fit(self, documents: Sequence[str], budget: int) -> tuple[str, int]:
         """The model's tokens are not known here: four characters count as one."""

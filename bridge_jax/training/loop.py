@@ -310,10 +310,11 @@ class Loop:
         scores, reasons = judge(episodes, stage.reward, self._reward)
         groups = scores.reshape(-1, config.grpo.group_size)
         valid = np.asarray([e.status != "environment_fault" for e in episodes]).reshape(groups.shape)
-        if 1.0 - valid.mean() > config.train.max_fault_share:
+        failed = 1.0 - valid.mean()
+        if failed > config.train.max_fault_share:
             said = next(text for e in episodes for kind, text in e.trace if kind == "fault")
             raise Outage(
-                f"step {step}: the search engine failed in {1.0 - valid.mean():.0%} of the rollouts ({said}): the run stops after "
+                f"step {step}: the search engine failed in {failed:.0%} of the rollouts ({said}): the run stops after "
                 f"step {step - 1}, and the same command goes on from there; config.train.max_fault_share is what it bears"
             )
         advantages = np.asarray(group_advantages(groups, config.grpo.advantage, valid)).reshape(-1)

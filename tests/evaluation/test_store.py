@@ -158,6 +158,8 @@ class Found(NamedTuple):
 
 
 class Pages(list):
+    path, fingerprint = "pages.jsonl", "pages"
+
     def row_of(self, id):
         return {page.id: row for row, page in enumerate(self)}[id]
 

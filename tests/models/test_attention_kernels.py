@@ -4,8 +4,6 @@ import functools
 import importlib.util
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from virtual_devices import run_on_devices
 
 from bridge_jax import config as configuration
-from bridge_jax.distributed import CPU_FLAG
 from bridge_jax.errors import UserError
 from bridge_jax.mesh import batch_sharding, make_mesh, param_sharding, tree_path
 from bridge_jax.models import attention_kernels
@@ -247,8 +245,7 @@ print("parity")
 
 
 def test_four_devices_compute_the_same():
-    environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {CPU_FLAG}", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
+    done = run_on_devices(4, PROGRAM, Path(__file__).parent)
     assert done.returncode == 0 and "parity" in done.stdout, done.stderr[-3000:]
 
 

@@ -1,17 +1,15 @@
 """Meshes: rules, fall-backs, and the same numbers on 8 virtual devices as on one."""
 
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+from virtual_devices import run_on_devices
 
 from bridge_jax import mesh as meshes
-from bridge_jax.distributed import CPU_FLAG
 from bridge_jax.errors import UserError
 from bridge_jax.training.publish import publish_mesh
 
@@ -147,8 +145,6 @@ print("parity")
 def test_eight_devices_compute_the_same(kind, tmp_path, tiny_model):
     model = tiny_model(kind)
     model.save_pretrained(tmp_path / "model")
-    environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {CPU_FLAG}", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "model"), str(tmp_path / "out")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=os.getcwd(), check=False)
+    done = run_on_devices(8, PROGRAM, Path(__file__).parent, str(tmp_path / "model"), str(tmp_path / "out"))
     assert done.returncode == 0 and "parity" in done.stdout, done.stderr[-3000:]
     assert "k_proj/kernel: 2 heads cannot be split 4 ways" in done.stderr

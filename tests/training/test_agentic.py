@@ -15,7 +15,7 @@ import tiny_run
 from bridge_jax import config as configuration
 from bridge_jax import train
 from bridge_jax.data.qa import load_questions
-from bridge_jax.endpoint import Said
+from bridge_jax.endpoint import Reply
 from bridge_jax.errors import UserError
 from bridge_jax.models import e5
 from bridge_jax.rollout.episodes import Episode, Turn
@@ -222,7 +222,7 @@ def test_an_endpoint_is_asked_once_by_one_process(assets, tmp_path, monkeypatch)
 
         def complete_many(self, asked):
             self.asked += asked
-            return [Said("<scores> 80, 20, 20, 20, 20, 20") for _ in asked]
+            return [Reply("<scores> 80, 20, 20, 20, 20, 20") for _ in asked]
 
     monkeypatch.setattr(agentic, "Endpoint", Endpoint)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")

@@ -22,7 +22,6 @@ from bridge_jax.training.metrics import read_metrics
 from bridge_jax.training.session import open_session
 from bridge_jax.training.workdir import claim_workdir
 
-NOT_THE_RUN = ("time/", "goodput/", "compilations/", "rollout/compilations", "rollout/tokens_per_second")
 ONE_STEP = ("--config.train.steps=1", "--config.train.eval_every=0")
 COUNTS = ("count/policy_updates", "count/retriever_updates", "count/rollouts")
 
@@ -61,7 +60,7 @@ def runs(world, tmp_path_factory):
 def results(workdir):
     rows = read_metrics(workdir / "metrics.jsonl")
     assert not tiny_run.undocumented(rows)
-    return [{name: value for name, value in row.items() if not name.startswith(NOT_THE_RUN)} for row in rows]
+    return tiny_run.results(rows)
 
 
 def exported(workdir, part="policy_lora"):

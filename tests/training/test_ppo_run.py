@@ -11,7 +11,6 @@ from bridge_jax.training.display import Display
 from bridge_jax.training.metrics import read_metrics
 from bridge_jax.training.session import open_session
 
-NOT_THE_RUN = ("time/", "goodput/", "compilations/", "rollout/compilations", "rollout/tokens_per_second")
 PPO = ("--config.method.name=search_r1", "--config.policy.algorithm=ppo", "--config.grpo.group_size=1")
 
 
@@ -35,7 +34,7 @@ def command(world, workdir, *overrides):
 def results(workdir):
     rows = read_metrics(workdir / "metrics.jsonl")
     assert not tiny_run.undocumented(rows)
-    return [{name: value for name, value in row.items() if not name.startswith(NOT_THE_RUN)} for row in rows]
+    return tiny_run.results(rows)
 
 
 @pytest.fixture(scope="module")

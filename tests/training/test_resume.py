@@ -12,17 +12,13 @@ import tiny_run
 
 from bridge_jax.training.metrics import read_metrics
 
-# What a clock or a compiler says is not the run's result.
-NOT_THE_RUN = ("time/", "goodput/", "compilations/", "rollout/compilations", "rollout/tokens_per_second")
-
 
 def command(world, workdir, *overrides):
     return [sys.executable, "-m", "bridge_jax.train", f"--config={world / 'config.py'}", f"--workdir={workdir}", *overrides]
 
 
 def results(workdir):
-    rows = read_metrics(workdir / "metrics.jsonl")
-    return [{name: value for name, value in row.items() if not name.startswith(NOT_THE_RUN)} for row in rows]
+    return tiny_run.results(read_metrics(workdir / "metrics.jsonl"))
 
 
 def final_bytes(workdir):

@@ -14,6 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from bridge_jax.models import e5, qwen2
 
+# Metrics that a clock or a compiler makes: two runs that are the same differ in them.
+NOT_THE_RUN = ("time/", "goodput/", "compilations/", "rollout/compilations", "rollout/tokens_per_second")
+
 NAMES = ["ada", "bob", "cleo", "dan", "eve", "finn", "gus", "hal", "ida", "jon"]
 PLACES = ["rome", "oslo", "lima", "cairo", "paris"]
 WORDS = (
@@ -131,6 +134,11 @@ def write_config(folder, **fields):
     path = folder / "config.py"
     path.write_text(f"from bridge_jax import config\n\n\ndef get_config():\n    c = config.default()\n{body}    return c\n")
     return path
+
+
+def results(rows):
+    """The rows of metrics.jsonl without what is not the run's result."""
+    return [{name: value for name, value in row.items() if not name.startswith(NOT_THE_RUN)} for row in rows]
 
 
 def undocumented(rows):
