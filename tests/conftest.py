@@ -17,6 +17,13 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
+# The programs are many and run for milliseconds. LLVM's optimisations and XLA's newer code generator of fused loops cost more than
+# half of the time of a whole run of the tests; what is compiled stays the same up to there.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+PLAIN_LOOPS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+if PLAIN_LOOPS not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{PLAIN_LOOPS} {os.environ.get('XLA_FLAGS', '')}".strip()
+
 MAPS = Path("/proc/self/maps")
 
 

@@ -12,7 +12,7 @@ def run_on_devices(count: int, script: str, here: Path, *arguments: str, timeout
     """The finished process of a Python script that can import the project and the modules in `here` and beside this one."""
     tests = Path(__file__).parent
     environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={count} {CPU_FLAG}",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count} {CPU_FLAG}",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(map(str, (here, tests, tests.parent))),
     }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 import subprocess
 import sys
 
@@ -202,7 +203,7 @@ print("same")
 
 
 def test_device_index_on_a_mesh_of_8_equals_one_device(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     done = subprocess.run([sys.executable, "-c", MESH], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "same", done.stderr

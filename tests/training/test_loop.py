@@ -128,7 +128,7 @@ def test_four_devices_give_the_numbers_of_one(world, tmp_path, settings):
     one = run(world, tmp_path / "one", *settings)
     command = [sys.executable, "-m", "bridge_jax.train", f"--config={world / 'config.py'}", f"--workdir={tmp_path / 'four'}"]
     command += [*settings, "--config.mesh.fsdp=2", "--config.mesh.tensor=2"]
-    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    environment = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"}
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "rematerialization" not in done.stderr
