@@ -15,6 +15,7 @@ setup(
     description="BRIDGE: bilevel retrieval-credit-aware agentic reinforcement learning, in JAX for TPU and GPU",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    url="https://github.com/bridge-jax/bridge_jax",  # a fork's own: the notebooks' badges and install cells have it from here
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11,<3.14",

@@ -101,7 +101,9 @@ def default() -> ConfigDict:
     c.grpo = ConfigDict()
     c.grpo.group_size = 8  # G: rollouts of a question
     c.grpo.minibatch_questions = 64  # questions in one optimiser step; divides train.questions
-    c.grpo.microbatch = 8  # rows of the longest rollout in one forward/backward: its tokens; shorter rollouts share rows
+    # Rows of the longest rollout in one forward/backward: its tokens; shorter rollouts share rows. Divides minibatch_questions x
+    # group_size; on several devices a multiple of those that share a batch (mesh.data x mesh.fsdp), or each computes every row.
+    c.grpo.microbatch = 8
     c.grpo.advantage = "grpo"  # r - mean, over the group's deviation (grpo) or not (dr_grpo)
     c.grpo.aggregation = "token_mean"  # over all tokens; of each rollout's mean; over the longest possible length (dr_grpo)
     c.grpo.clip_low = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
@@ -162,7 +164,9 @@ def default() -> ConfigDict:
     c.agentic.positives = 3  # ties with the best candidate, at most
     c.agentic.negatives = 15  # of each positive's own; all passages of the other pairs in the batch are negatives, too
     c.agentic.batch = 256  # pairs in an optimiser step, over all devices
-    c.agentic.microbatch = 16  # pairs (a query, 1 + negatives passages) encoded at once; the gradient is the batch's all the same
+    # Pairs (a query, 1 + negatives passages) encoded at once: divides agentic.batch; the gradient is the batch's all the same. On
+    # several devices it is rounded up to a multiple of those that share a batch (mesh.data x mesh.fsdp), the batch to one of it.
+    c.agentic.microbatch = 16
     c.agentic.epochs = 2  # over the pairs of a round
     c.agentic.lr = 2e-5  # after a tenth of the steps; then falling to 0
     c.agentic.temperature = 0.01  # of the contrastive loss (InfoNCE)
@@ -181,7 +185,7 @@ def default() -> ConfigDict:
     c.train.eval_every = 25  # 0 = only at the start and at the end
     c.train.checkpoint_every = 10  # steps
     c.train.keep = 2  # latest checkpoints kept, besides the best
-    c.train.log_rollouts_every = 1  # steps between files in rollouts/; 0 = none
+    c.train.log_rollouts_every = 1  # steps between files in rollouts/, which has the last step's, too; 0 = none
     c.train.max_skipped_updates = 3  # non-finite updates in a row before the run stops
     c.train.max_fault_share = 0.5  # of a step's rollouts whose search engine failed: beyond it the run stops; 1 = never
     c.train.tensorboard = False  # write tensorboard/, too
@@ -197,7 +201,7 @@ def default() -> ConfigDict:
     c.warmstart.questions = 2000  # traces trained on; a ninth as many more, at most 20, are held out
     c.warmstart.epochs = 2  # passes over the traces
     c.warmstart.batch = 32  # traces in one optimiser step
-    c.warmstart.microbatch = 8  # traces in one forward and backward pass
+    c.warmstart.microbatch = 8  # traces in one forward and backward pass; divides warmstart.batch
     c.warmstart.lr = 1e-5  # of AdamW
     c.warmstart.distractors = 2  # other passages shown beside a missing gold passage
     return c

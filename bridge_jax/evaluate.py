@@ -18,6 +18,7 @@ from bridge_jax.errors import UserError, main_guard
 from bridge_jax.evaluation import cli
 from bridge_jax.evaluation.baselines import BASELINES, baseline_of
 from bridge_jax.evaluation.run import load_sets
+from bridge_jax.files import AnyPath, as_path
 
 EXAMPLES = """Examples:
   python -m bridge_jax.evaluate --workdir=runs/pocket
@@ -39,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    cli.add_flags(parser)
+    cli.add_flags(parser, own_folder)
     distributed.add_flags(parser)
     parser.add_argument(
         "--datasets",
@@ -80,6 +81,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.against:
         command.show_against(console, result, args.against, path)
     console.print(f"predictions and metrics: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def own_folder(text: str) -> AnyPath:
+    """The path of --workdir. UserError for one in a bucket."""
+    if re.match("gs:/", text):
+        here = f"runs/{text.rstrip('/').rpartition('/')[2]}"
+        raise UserError(
+            f"--workdir={text}: evaluate appends its answers one by one, which a bucket cannot do: copy the run here, "
+            f"gcloud storage cp -r {text} runs/, and give --workdir={here}"
+        )
+    return as_path(text)
 
 
 def check(args: argparse.Namespace) -> None:

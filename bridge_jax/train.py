@@ -17,6 +17,7 @@ from bridge_jax.errors import UserError, main_guard
 from bridge_jax.evaluation.table import comparison_table
 from bridge_jax.files import as_path
 from bridge_jax.report import page
+from bridge_jax.training.workdir import refuse_unusable
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     distributed.add_flags(parser)
     parser.add_argument("--workdir", required=True, type=as_path, metavar="FOLDER", help="the run's folder; made when missing")
     args, config = configuration.parse_args(parser, argv)
+    if not args.distributed:  # of several processes the main one alone writes
+        refuse_unusable(args.workdir)
     with distributed.processes(args.distributed, args.heartbeat):
         train(config, args.workdir)
     return 0

@@ -20,7 +20,8 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode, v4
 
 HERE = Path(__file__).resolve().parent
-REPOSITORY = "bridge-jax/bridge_jax"  # owner/name on GitHub; install cells and badges have it from here
+URL = re.compile(r'url="https://github\.com/([\w.-]+/[\w.-]+)"')
+REPOSITORY = URL.findall((HERE.parent / "setup.py").read_text(encoding="utf-8"))[0]  # owner/name, for install cells and badges
 MARK = re.compile(r"^# %%(?P<markdown> \[markdown\])?\n", re.MULTILINE)
 SECONDS = 3600  # a cell may take
 
@@ -50,10 +51,15 @@ def notebook(source: Path) -> NotebookNode:
 
 
 def keep_outputs(new: NotebookNode, old: NotebookNode) -> None:
-    """Outputs of the cells up to the first one that has changed: what comes behind it may depend on it."""
+    """Outputs of the cells up to the first one that has changed: what comes behind it may depend on it. (Not on the repository's
+    address, which is another one in a fork.)"""
+
+    def content(cell: NotebookNode) -> str:
+        return re.sub("^REPOSITORY = .*$", "", cell.source, flags=re.MULTILINE)
+
     for cell, before in zip(new.cells, old.cells):
         if cell.cell_type == "code":
-            if before.cell_type != "code" or cell.source != before.source:
+            if before.cell_type != "code" or content(cell) != content(before):
                 return
             cell.outputs, cell.execution_count = before.outputs, before.execution_count
 

@@ -5,8 +5,12 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import bridge_jax
+from bridge_jax import __main__ as commands
 
 COMMANDS = ("ask", "evaluate", "index", "judge", "report.__main__", "serve", "train", "warmstart")
 
@@ -28,9 +32,30 @@ def test_help_has_examples(name, capsys):
     )
 
 
+def test_the_package_lists_its_commands(capsys):
+    package = Path(bridge_jax.__file__).parent
+    files = [*package.glob("*.py"), *package.glob("*/__main__.py")]
+    runnable = [path for path in files if 'if __name__ == "__main__":' in path.read_text() and path != package / "__main__.py"]
+    names = {path.parent.name if path.stem == "__main__" else path.stem for path in runnable}
+    assert set(commands.COMMANDS) == names
+    for words, code, first in (
+        (["--help"], 0, "The commands"),
+        ([], 2, "The commands"),
+        (["train", "--help"], 2, "error: python -m bridge_jax train is no command; write python -m bridge_jax.train"),
+        (["trian"], 2, "error: python -m bridge_jax trian is no command; the commands are:"),
+    ):
+        assert commands.main(words) == code
+        told = capsys.readouterr()
+        shown, silent = (told.out, told.err) if code == 0 else (told.err, told.out)
+        assert shown.startswith(first) and silent == ""
+        listed = {line.split()[2].removeprefix("bridge_jax.") for line in shown.splitlines() if line.startswith("  ")}
+        assert listed == (set() if words[:1] == ["train"] else names)
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
+        (("bridge_jax",), 2, "python -m bridge_jax.train "),
         (("bridge_jax.report", "--help"), 0, ""),
         (("bridge_jax.report", "--workdir=/nowhere/run"), 2, "error: /nowhere/run holds no run"),
         (("bridge_jax.report", "--nonsense"), 2, "required: --workdir"),

@@ -93,7 +93,7 @@ class Stream:
                 self._console.print(Text(text.strip(), style="dim"))
                 self._turns += 1
             else:
-                self._console.print(Text(text.strip(), style="bold red" if kind == "fault" else "yellow"))
+                self._console.print(Text(text.strip(), style={"fault": "bold red", "tool": "dim"}.get(kind, "yellow")))
             self._parts += 1
 
     def _generated(self, text: str) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
 from bridge_jax import config as configuration
 from bridge_jax.errors import UserError
-from bridge_jax.files import as_path
+from bridge_jax.files import AnyPath, as_path
 from bridge_jax.overrides import split_overrides
 
 CHECKPOINTS = ("best", "latest", "start")
@@ -20,8 +20,9 @@ CHECKPOINTS = ("best", "latest", "start")
 get_config = configuration.default  # this file is the config file that a workdir's config.json overrides
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workdir", required=True, type=as_path, metavar="FOLDER", help="the run's folder")
+def add_flags(parser: argparse.ArgumentParser, folder: Callable[[str], AnyPath] = as_path) -> None:
+    """folder: makes the path of --workdir, or refuses it."""
+    parser.add_argument("--workdir", required=True, type=folder, metavar="FOLDER", help="the run's folder")
     parser.add_argument(
         "--config",
         metavar="FILE",

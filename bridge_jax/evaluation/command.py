@@ -20,7 +20,6 @@ from bridge_jax.evaluation import aggregate, mirage, paired, provenance, sources
 from bridge_jax.evaluation.baselines import baseline_of
 from bridge_jax.evaluation.store import Store, find_result, parts_folder, read_result
 from bridge_jax.evaluation.table import against_table, medical_table, results_table
-from bridge_jax.files import is_remote
 from bridge_jax.retrieval.progress import track
 from bridge_jax.training.assets import refuse_strange_corpus
 from bridge_jax.training.session import open_session
@@ -28,11 +27,6 @@ from bridge_jax.training.session import open_session
 
 def evaluate(args: argparse.Namespace, config: ConfigDict, specs: Sequence[str], sets, name: str) -> tuple[Path, dict | None]:
     """Answer the questions that have no record yet -> (result file, result), or (the parts, None) while other shards work."""
-    if is_remote(args.workdir):
-        raise UserError(
-            f"{args.workdir}: answers are appended one by one, which a bucket cannot do: copy the run's folder here first "
-            "(gcloud storage cp -r)"
-        )
     folder = Path(args.workdir) / "eval"
     baseline = baseline_of(args.baseline) if args.baseline else None
     searches = baseline is None or baseline.may_search

@@ -58,6 +58,8 @@ def prompt_of(record: Mapping) -> str:
             parts.append(step["text"].strip())
         elif step["kind"] == "information":
             parts.append("[passages]")
+        elif step["kind"] == "tool":
+            parts.append("[a tool's reply]")
     return fill(RUBRIC, question=question, trace="\n".join(parts) or "(nothing)")
 
 

@@ -143,8 +143,8 @@ REWARDS: dict[str, Callable[[Judged], float]] = {
 
 
 def well_formed(status: str, answer: str | None, trace: Sequence[tuple[str, str]]) -> bool:
-    """Whether a rollout kept to the protocol throughout: it gave an answer that is not empty, never had to be corrected, and closed
-    every <think> it opened before its action (one without any thought is as good).
+    """Whether a rollout kept to the protocol throughout: it gave an answer that is not empty, never had to be corrected (a tool's
+    reply is no correction), and closed every <think> it opened before its action (one without any thought is as good).
 
     trace: `Episode.trace`.
     """

@@ -24,9 +24,11 @@ The corpus: a folder (and the folders in it) of .txt, .md, .html and .pdf files,
 reads them. Markdown, HTML and PDF need pip install 'bridge-jax[prepare]'.
 The questions: a table (.csv, .tsv) or JSON lines with question and answer; several answers in a column answers, in a table with |
 between them; optional id, and gold: the file or passage that holds the answer (recall and the warm start need it).
+Exit codes: 0 written; 1 documents that cannot be read, all of them named; 2 something else that is given is wrong.
 """
 FILES = ("corpus.jsonl", "train.jsonl", "dev.jsonl", "config.py", "report.json")
 SHOWN = 8  # of each kind of finding on the terminal; report.json has all
+FAULTS = 20  # documents that cannot be read, on the terminal
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,10 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from bridge_jax.prepare import questions as asking
     from bridge_jax.prepare.settings import ENCODER, POLICY, config_file, settings
 
-    passages, corpus_report, parts = prepare_corpus(args.corpus, args.words, (args.questions, args.out))
+    passages, corpus_report, parts, faults = prepare_corpus(args.corpus, args.words, (args.questions, args.out))
+    if faults:
+        print(complaint(args.corpus, faults), file=sys.stderr)
+        return 1
     rows = asking.read_questions(args.questions)
     read = len(rows)
     rows, duplicates = asking.merge_duplicates(rows)
+    if len(rows) < 2:
+        raise UserError(f"{args.questions}: one question; at least two are needed, one to train on and one held out")
     dev = min(200, max(1, len(rows) // 5)) if args.dev is None else args.dev
     if not 1 <= dev < len(rows):
         raise UserError(f"--dev={dev} of {len(rows)} different questions: both parts need at least one")
@@ -117,7 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def prepare_corpus(corpus: Path, words: int, but: Sequence[Path] = ()):
-    """-> (passages without duplicates, what is told of them, {document name or passage id: rows of its passages}).
+    """-> (passages without duplicates, what is told of them, {document name or passage id: rows of its passages}, a line for each
+    file that cannot be read).
 
     but: as in `files_of`.
     """
@@ -127,27 +135,36 @@ def prepare_corpus(corpus: Path, words: int, but: Sequence[Path] = ()):
 
     passages, parts, kinds, empty = [], {}, Counter(), []
     seen: dict[str, int] = {}
-    duplicates = []
+    whole: dict[tuple, str] = {}  # the first document of each text
+    duplicates, copies, damaged, faults = [], [], [], []
     files, others = files_of(corpus, but)
-    for document in read_documents(corpus, files):
+    for document in read_documents(corpus, files, faults):
         kinds[document.kind] += 1
         found = passages_of(document, words)
         if not found:
             empty.append(document.name)
         if document.name in parts:
-            raise UserError(f"--corpus={corpus}: the passage id {document.name!r} occurs twice; make ids unique")
+            faults.append(f"--corpus={corpus}: the passage id {document.name!r} occurs twice; make ids unique")
+            continue
+        if document.remarks:
+            damaged.append({"document": document.name, "remarks": list(document.remarks)})
+        first = whole.setdefault(document.sections, document.name) if found and document.kind != "passage" else document.name
+        if first != document.name:
+            copies.append({"document": document.name, "same_as": first})
         places = []
         for passage in found:
             # Titles are looked at, too: two sections that say the same about different things are both wanted.
             key = normalize_answer(f"{passage.title} {passage.text}")
-            if key in seen:
+            if key in seen and first == document.name:
                 duplicates.append({"passage": passage.id, "same_as": passages[seen[key]].id})
-            else:
+            elif key not in seen:
                 seen[key] = len(passages)
                 passages.append(passage)
             places.append(seen[key])
             parts[passage.id] = [seen[key]]
         parts[document.name] = places
+    if faults:
+        return [], {}, {}, faults
     if not passages:
         raise UserError(f"--corpus={corpus}: no text in {', '.join(empty[:3])}; scanned pages need OCR first")
     lengths = [len(passage.text.split()) for passage in passages]
@@ -158,9 +175,18 @@ def prepare_corpus(corpus: Path, words: int, but: Sequence[Path] = ()):
         "passages": len(passages),
         "words": sum(lengths),
         "passage_duplicates": duplicates,
+        "document_copies": copies,
+        "damaged": damaged,
         "words_a_passage": histogram(lengths, words),
     }
-    return passages, report, parts
+    return passages, report, parts, faults
+
+
+def complaint(corpus: Path, faults: Sequence[str]) -> str:
+    """What the terminal says where documents cannot be read: a line for each, FAULTS at most."""
+    lines = [f"error: --corpus={corpus}: {len(faults):,} faults in its documents, nothing was written:"]
+    lines += [f"  {fault}" for fault in faults[:FAULTS]]
+    return "\n".join(lines + [f"  ... and {len(faults) - FAULTS:,} more"] * (len(faults) > FAULTS))
 
 
 def histogram(lengths: Sequence[int], words: int) -> dict[str, int]:
@@ -185,11 +211,16 @@ def summary(report: dict, questions: Path) -> list[str]:
         report["without_text"],
         lambda name: f"{name}{' (a scan? it needs OCR)' if name.lower().endswith('.pdf') else ''}",
     )
+    lines += _findings("damaged", report["damaged"], _damage)
+    copy = "delete one that is a mere copy"
+    lines += _findings("same text", report["document_copies"], lambda d: f"{d['document']} and {d['same_as']}; {copy}")
     lines += _findings("left out", report["passage_duplicates"], lambda d: f"{d['passage']} says the same as {d['same_as']}")
     most = max(report["words_a_passage"].values())
     lines.append("words a passage")
     lines += [f"  {name:>9} {'█' * round(40 * count / most)} {count:,}" for name, count in report["words_a_passage"].items()]
     lines.append(f"questions   {report['questions']:,}: {report['train']:,} to train on, {report['dev']:,} held out")
+    if report["dev"] == 1:
+        lines.append("  one question is held out: an evaluation can only be 0 or 100 %; give more questions, or --dev=N")
     lines += _findings(
         "merged",
         report["question_duplicates"],
@@ -211,8 +242,9 @@ def summary(report: dict, questions: Path) -> list[str]:
     return lines
 
 
-def _asked(questions: Path, missing: dict) -> str:
-    return f"{questions.name}, line {missing['line']}: {missing['question']} -> {' | '.join(missing['answers'])}"
+def _damage(found: dict) -> str:
+    more = f", and {len(found['remarks']) - 1} more" if len(found["remarks"]) > 1 else ""
+    return f"{found['document']} was read all the same ({' '.join(found['remarks'][0].split())}{more}): look at its passages"
 
 
 def _findings(label: str, found: Sequence, say) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,28 +35,43 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """name: of the file below the corpus folder, or the id of a JSON line. kind: one of `KINDS`' values or "passage"."""
+    """name: of the file below the corpus folder, or the id of a JSON line. kind: one of `KINDS`' values or "passage". remarks: what
+    the library that read the file found wrong with it and got over."""
 
     name: str
     title: str
     sections: tuple[Section, ...]
     kind: str
+    remarks: tuple[str, ...] = ()
 
 
-def read_documents(corpus: Path, files: Sequence[Path]) -> Iterator[Document]:
+class MissingLibrary(UserError):
+    """Not the file's fault."""
+
+
+def read_documents(corpus: Path, files: Sequence[Path], faults: list[str]) -> Iterator[Document]:
     """Every document of the corpus, in the order of its files (`files_of`).
 
+    faults: gets a line for each file that cannot be read, which is passed over.
+
     Raises:
-      UserError: a file that cannot be read; a library that is missing, with the command that installs it.
+      UserError: a library that is missing, with the command that installs it.
     """
     for path in files:
         name = path.relative_to(corpus).as_posix() if corpus.is_dir() else path.name
-        if path.name.endswith(PASSAGES):
-            for _, record in read_records(path):
-                passage = passage_of(record)
-                yield Document(passage.id, passage.title, (Section("", _paragraphs(passage.text)),), "passage")
-        else:
-            yield read_document(path, name)
+        try:
+            if path.name.endswith(PASSAGES):
+                for _, record in read_records(path):
+                    passage = passage_of(record)
+                    yield Document(passage.id, passage.title, (Section("", _paragraphs(passage.text)),), "passage")
+            else:
+                yield read_document(path, name)
+        except MissingLibrary:
+            raise
+        except UserError as error:
+            faults.append(str(error))
+        except OSError as error:
+            faults.append(f"{path}: cannot be read ({error.strerror}); make it readable, or take it out of the folder")
 
 
 def files_of(corpus: Path, but: Sequence[Path] = ()) -> tuple[list[Path], list[Path]]:
@@ -85,15 +102,15 @@ def files_of(corpus: Path, but: Sequence[Path] = ()) -> tuple[list[Path], list[P
 
 def read_document(path: Path, name: str) -> Document:
     """One file by its ending. A file without text (a scanned PDF) is a document without sections."""
-    kind = KINDS[path.suffix.lower()]
+    kind, remarks = KINDS[path.suffix.lower()], []
     if kind == "pdf":
-        title, sections = _pdf(path)
+        title, sections, remarks = _pdf(path)
     elif kind == "html":
         title, sections = _html(path.read_bytes(), path)
     else:
         title, sections = (_markdown if kind == "markdown" else _text)(_decoded(path))
     found = tuple(section for section in sections if section.paragraphs)
-    return Document(name, title or path.stem.replace("_", " "), found, kind)
+    return Document(name, title or path.stem.replace("_", " "), found, kind, tuple(remarks))
 
 
 def _decoded(path: Path) -> str:
@@ -163,18 +180,37 @@ def _html(raw: bytes, path: Path) -> tuple[str, list[Section]]:
     return title or first, sections
 
 
-def _pdf(path: Path) -> tuple[str, list[Section]]:
+def _pdf(path: Path) -> tuple[str, list[Section], list[str]]:
     pypdf = _library("pypdf", "pypdf")
-    try:
-        reader = pypdf.PdfReader(path)
-        if reader.is_encrypted and not reader.decrypt(""):
-            raise UserError(f"{path}: needs a password; save it without one")
-        pages = [page.extract_text() for page in reader.pages]
-        title = (reader.metadata.title if reader.metadata else None) or ""
-    except (pypdf.errors.PyPdfError, ValueError, KeyError, OSError) as error:
-        raise UserError(f"{path}: not a readable PDF ({error}); save it again, or take it out of the folder") from error
+    with _heard("pypdf") as remarks:
+        try:
+            reader = pypdf.PdfReader(path)
+            if reader.is_encrypted and not reader.decrypt(""):
+                raise UserError(f"{path}: needs a password; save it without one")
+            pages = [page.extract_text() for page in reader.pages]
+            title = (reader.metadata.title if reader.metadata else None) or ""
+        except UserError:
+            raise
+        except Exception as error:  # damage shows as an error of any kind
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise UserError(f"{path}: not a readable PDF ({said}); save it again, or take it out of the folder") from error
     text = re.sub(r"(?<=[a-z])-\n(?=[a-z])", "", "\n".join(pages))  # words broken at the end of a line
-    return " ".join(title.split()), [Section("", _paragraphs(text))]
+    return " ".join(title.split()), [Section("", _paragraphs(text))], remarks
+
+
+@contextlib.contextmanager
+def _heard(name: str) -> Iterator[list[str]]:
+    """What a library logs, as a list and nowhere else."""
+    logger, said = logging.getLogger(name), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    passed_on, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = passed_on
 
 
 def _sections(blocks: list[tuple[int, str]]) -> tuple[str, list[Section]]:
@@ -195,4 +231,4 @@ def _library(module: str, package: str):
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
-        raise UserError(f"{package} is not installed, which reads such documents; pip install 'bridge-jax[prepare]'") from None
+        raise MissingLibrary(f"{package} is not installed, which reads such documents; pip install 'bridge-jax[prepare]'") from None

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-KINDS = ("generated", "information", "corrective", "fault")  # of the parts of a trace
+KINDS = ("generated", "information", "corrective", "fault", "tool")  # of the parts of a trace
 
 
 class Search(NamedTuple):

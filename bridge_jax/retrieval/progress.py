@@ -48,19 +48,25 @@ def _bar(label, total, unit, done):
 @contextlib.contextmanager
 def _lines(label, total, unit, done):
     begin = spoke = time.monotonic()
-    count = done
+    count, first, ended = done, None, False
 
     def say():
-        elapsed = time.monotonic() - begin
-        rate = (count - done) / max(elapsed, 1e-9)
-        left = datetime.timedelta(seconds=round((total - count) / rate)) if rate else "?"
-        print(f"{label}: {count:,}/{total:,} {unit}, {_shown(rate)} {unit}/s, ETA {left}", file=sys.stderr, flush=True)
+        """The first units wait for programs to be compiled: what is left is reckoned without them."""
+        now = time.monotonic()
+        at, seen = first
+        rate = (count - seen) / max(now - at, 1e-9)
+        left = "0:00:00" if count >= total else datetime.timedelta(seconds=round((total - count) / rate)) if rate else "?"
+        speed = _shown((count - done) / max(now - begin, 1e-9))
+        print(f"{label}: {count:,}/{total:,} {unit}, {speed} {unit}/s, ETA {left}", file=sys.stderr, flush=True)
 
     def advance(n):
-        nonlocal count, spoke
+        nonlocal count, spoke, first, ended
         count += n
-        if count >= total or time.monotonic() - spoke >= PLAIN_SECONDS:
-            spoke = time.monotonic()
-            say()
+        if n and first is None:
+            first = time.monotonic(), count
+        if ended or first is None or (count < total and time.monotonic() - spoke < PLAIN_SECONDS):
+            return
+        spoke, ended = time.monotonic(), count >= total
+        say()
 
     yield advance

@@ -69,7 +69,7 @@ class Environment:
         """End the rollouts that are over and read what the others want.
 
         rows: the stopped rows by their place in the batch, whose generation has just ended. reasons [B]: why each stands still.
-        Returns the corrective observations ([O] int32) and the queries, by place.
+        Returns the observations that need no search ([O] int32: a tool's replies, corrections) and the queries, by place.
         """
         observations: dict[int, np.ndarray] = {}
         searches: dict[int, str] = {}
@@ -97,7 +97,7 @@ class Environment:
                     searches[index] = action.content
                 else:
                     told = protocol.render_reply(reply, self.tokenizer, self.config.max_observation_tokens)
-                    if self._observe(row, told, "corrective"):
+                    if self._observe(row, told, "tool"):
                         observations[index] = told.tokens
             else:
                 message = protocol.EMPTY_QUERY if action.kind == "empty_query" else protocol.MALFORMED

@@ -105,7 +105,7 @@ class Episode:
     turns: list[Turn]
     status: Status
     answer: str | None
-    trace: list[tuple[str, str]]  # ("generated" | "information" | "corrective" | "fault", text) in order, for display
+    trace: list[tuple[str, str]]  # ("generated" | "information" | "tool" | "corrective" | "fault", text) in order, for display
     seconds: float = 0.0  # between entering the batch and the end
 
 

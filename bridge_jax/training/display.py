@@ -43,6 +43,7 @@ class Display:
     def __init__(self, total: int, start: int, quiet: bool = False):
         self.console = Console(file=sys.stderr, highlight=False, quiet=quiet)
         self._total, self._start, self._done, self._begin = total, start, start, time.monotonic()
+        self._first: float | None = None  # when the first step had ended
         self._phase, self._phase_began = "starting", time.monotonic()
         self._last: dict[str, float] = {}
         self._past: dict[str, deque] = defaultdict(lambda: deque(maxlen=SPARK))
@@ -69,11 +70,12 @@ class Display:
 
     def step(self, number: int, metrics: dict[str, float]) -> None:
         self._done, self._last = number, metrics
+        self._first = self._first or time.monotonic()
         for label, name in SHOWN.items():
             if isinstance(metrics.get(name), int | float):
                 self._past[label].append(float(metrics[name]))
         if self._live is None:
-            self.say(f"step {number}/{self._total}  {summary(metrics)}  ETA {_clock(self._left())}")
+            self.say(f"step {number}/{self._total}  {summary(metrics)}  {self._eta()}")
 
     def _show(self) -> None:
         if self._live and not self._live.is_started:
@@ -83,19 +85,22 @@ class Display:
         if self._live and self._live.is_started:
             self._live.stop()
 
-    def _left(self) -> float:
-        """Seconds: as the steps so far took on average, evaluations included."""
-        done = self._done - self._start
-        return (time.monotonic() - self._begin) / done * (self._total - self._done) if done else float("nan")
+    def _eta(self) -> str:
+        """As the steps so far took on average, evaluations included, and without the first one, which compiles."""
+        left, measured = self._total - self._done, self._done - self._start - 1
+        if self._first is None:
+            return "first step: programs are compiled"
+        if left and not measured:
+            return "ETA after the next step"
+        return f"ETA {_clock((time.monotonic() - self._first) / max(measured, 1) * left)}"
 
     def _panel(self) -> RenderableType:
         now = time.monotonic()
         head = Table.grid(expand=True, padding=(0, 2, 0, 0))
         for ratio in (None, 1, None, None):
             head.add_column(ratio=ratio, no_wrap=True)
-        waiting = "first step: programs are compiled" if self._done == self._start else f"ETA {_clock(self._left())}"
         phase = Text(f"{self._phase} {_clock(now - self._phase_began)}", style="cyan")
-        head.add_row(Text(f"step {self._done}/{self._total}", "bold"), ProgressBar(self._total, self._done), phase, waiting)
+        head.add_row(Text(f"step {self._done}/{self._total}", "bold"), ProgressBar(self._total, self._done), phase, self._eta())
         parts: list[RenderableType] = [head]
         if self._last:
             parts += [self._figures(), Text(_costs(self._last), style="dim", no_wrap=True, overflow="ellipsis")]

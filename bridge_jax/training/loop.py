@@ -55,7 +55,7 @@ from bridge_jax.training.publish import bytes_per_device
 from bridge_jax.training.selection import Selection
 from bridge_jax.training.session import claim
 from bridge_jax.training.state import Learner, fingerprint
-from bridge_jax.training.workdir import exclusive, written_field
+from bridge_jax.training.workdir import exclusive, refuse_unusable, written_field
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +86,7 @@ def run(config: ConfigDict, workdir: Path, evaluate: Evaluate, evaluated: Callab
         build_prompt(stream.batch_at(0)[0], assets.tokenizer, config.rollout.prompt)  # an unknown style is told before the claim
         return stream, assets
 
+    distributed.on_main(lambda: refuse_unusable(workdir))
     stream, assets = distributed.together(load)
     learner = Learner(config, assets)
     state = learner.init()
@@ -145,11 +146,17 @@ class Run:
             raise
         self.checkpoints.wait()
         export(self.workdir, self.config, self.learner.assets, state)
-        method = method_of(self.config)
-        what = "encoder" if method.trains_encoder else "retriever LoRA" if method.trains_retriever else "untrained retriever LoRA"
-        places = f"policy in {self.workdir / 'policy'}, {what} in {self.workdir / 'retriever'}, metrics in {self.log.path}"
-        self.display.say(f"done: {places}")
+        self.display.say(f"done: {self._left()}")
         return True
+
+    def _left(self) -> str:
+        """What the run leaves, and where."""
+        method, folder = method_of(self.config), self.workdir
+        policy = "policy" if method.trains_policy or any(stage.collect for stage in method.stages) else "untrained policy"
+        retriever = f"{'encoder' if method.trains_encoder else 'retriever LoRA'} in {folder / 'retriever'}"
+        if method.leaves_retriever:
+            retriever = f"the retriever is {self.config.retriever.encoder} as it was"
+        return f"{policy} in {folder / 'policy'}, {retriever}, metrics in {self.log.path}"
 
     def _begin(self, state: BridgeState) -> None:
         """The evaluation before the first step; or the one that a run stopped in, which its row says."""
@@ -362,7 +369,8 @@ class Loop:
             state, learned = self._selection(step, state, episodes)
             metrics |= learned
             clock.lap("policy")
-        if config.train.log_rollouts_every and step % config.train.log_rollouts_every == 0:
+        every = config.train.log_rollouts_every
+        if every and (step % every == 0 or step == total_steps(config)):
             rows = rollout_rows(step, episodes, scores, reasons, advantages, assets.corpus, scored, config.credit.tau)
             self.log.write_rollouts(step, rows)
         clock.lap("host")

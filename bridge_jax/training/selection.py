@@ -34,6 +34,7 @@ from bridge_jax.training.methods import stage_ends, stages_of
 from bridge_jax.training.state import Learner
 from bridge_jax.training.traces import Trace
 
+NAME = "training on the selected rollouts"
 HELD_OUT = 20  # selected rollouts kept out of training, a tenth where there are fewer than 200
 
 
@@ -100,7 +101,8 @@ class Selection:
             )
         held = min(HELD_OUT, max(1, len(traces) // 10))
         settings = sft.SFTConfig(epochs=w.epochs, batch=w.batch, microbatch=w.microbatch, lr=w.lr, seed=config.train.seed)
-        params, found = sft.train(assets.policy, state.policy, traces[held:], traces[:held], settings, self.folder, assets.mesh)
+        parts = traces[held:], traces[:held]
+        params, found = sft.train(assets.policy, state.policy, *parts, settings, self.folder, assets.mesh, NAME)
         distributed.on_main(lambda: sft.delete_state(self.folder))
         placed = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), params, state.policy)
         metrics |= {"selection/traces": len(traces), **{f"sft/{name}": value for name, value in found.items() if name != "seconds"}}

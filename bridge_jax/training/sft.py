@@ -172,9 +172,16 @@ def _apply(optimise, state, total):
 
 
 def train(
-    model: Qwen2, params: dict, traces: Sequence[Trace], heldout: Sequence[Trace], config: SFTConfig, folder: AnyPath, mesh=None
+    model: Qwen2,
+    params: dict,
+    traces: Sequence[Trace],
+    heldout: Sequence[Trace],
+    config: SFTConfig,
+    folder: AnyPath,
+    mesh=None,
+    name: str = "warm start",
 ) -> tuple[dict, dict[str, float]]:
-    """Train on `traces`; go on from the state saved in `folder` when there is one.
+    """Train on `traces`; go on from the state saved in `folder` when there is one. name: what a person is told that this is.
 
     Writes `<folder>/warmstart_metrics.jsonl` (one object a step; the held-out loss before and after), `<folder>/warmstart_state/`.
 
@@ -197,14 +204,14 @@ def train(
     if not start:
         log.write({"step": 0, "heldout/loss": trainer.loss(state.params, check), "heldout/traces": len(heldout)})
     began = saved = time.monotonic()
-    with _Meter(len(plan), start) as meter:
+    with _Meter(name, len(plan), start) as meter:
         for step in range(start, len(plan)):
             chosen = [traces[i] for i in plan[step]]
             begin = time.monotonic()
             state, metrics = trainer.update(state, microbatches(chosen, config, targets))
             seconds = time.monotonic() - begin
             if not math.isfinite(metrics["loss"]) or not math.isfinite(metrics["grad_norm"]):
-                raise UserError(f"warm start: loss {metrics['loss']} at step {step + 1}: lower config.warmstart.lr ({config.lr})")
+                raise UserError(f"{name}: loss {metrics['loss']} at step {step + 1}: lower config.warmstart.lr ({config.lr})")
             count = sum(len(trace.prompt) + len(trace.tokens) for trace in chosen)
             log.write({"step": step + 1, **metrics, "tokens": count, "tokens_per_second": count / seconds, "time/step": seconds})
             meter.step(step + 1, metrics["loss"], count, seconds)
@@ -271,17 +278,17 @@ class _Meter:
 
     PLAIN_SECONDS = 10.0
 
-    def __init__(self, total: int, start: int):
-        self._total, self._start = total, start
+    def __init__(self, name: str, total: int, start: int):
+        self._name, self._total, self._start = name, total, start
         self._console = Console(file=sys.stderr, highlight=False)
         self._bar = self._task = None
         self._tokens = self._seconds = 0.0
-        self._begin, self._spoke = time.monotonic(), 0.0
+        self._first, self._spoke = 0.0, 0.0  # when the first step had ended, which compiles
 
     def __enter__(self) -> _Meter:
         if self._console.is_terminal:
             self._bar = Progress(
-                TextColumn("warm start"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"),
+                TextColumn(self._name), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"),
                 TextColumn("ETA"), TimeRemainingColumn(), console=self._console,
             )  # fmt: skip
             self._task = self._bar.add_task("first step: compiling", total=self._total, completed=self._start)
@@ -294,10 +301,13 @@ class _Meter:
 
     def step(self, number: int, loss: float, tokens: int, seconds: float) -> None:
         self._tokens, self._seconds = 0.8 * self._tokens + tokens, 0.8 * self._seconds + seconds
+        self._first = self._first or time.monotonic()
         text = f"loss {loss:.3f}  {self._tokens / self._seconds:,.0f} tokens/s"
         if self._bar:
             self._bar.update(self._task, completed=number, description=text)
         elif number == self._total or number - self._start <= 2 or time.monotonic() - self._spoke >= self.PLAIN_SECONDS:
             self._spoke = time.monotonic()
-            left = (self._spoke - self._begin) / (number - self._start) * (self._total - number)
-            self._console.print(f"warm start {number}/{self._total}  {text}  ETA {left / 60:.1f} min", markup=False, soft_wrap=True)
+            left, measured = self._total - number, number - self._start - 1
+            eta = f"ETA {(self._spoke - self._first) / max(measured, 1) * left / 60:.1f} min"
+            eta = eta if measured or not left else "ETA after the next step"
+            self._console.print(f"{self._name} {number}/{self._total}  {text}  {eta}", markup=False, soft_wrap=True)

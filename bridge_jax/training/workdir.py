@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import tempfile
 from collections.abc import Iterator, Sequence
 
 from ml_collections import ConfigDict
@@ -14,6 +15,41 @@ from bridge_jax.errors import UserError
 from bridge_jax.files import AnyPath, as_path, is_remote, refuse_unreachable, write_text
 from bridge_jax.training.bucket_lock import bucket_lock
 from bridge_jax.training.methods import method_of
+
+PROBE = 2**20  # bytes that must fit
+
+
+def refuse_unusable(workdir: AnyPath) -> None:
+    """What can be known of a run's folder before anything is loaded: that it can be made and written, and that nobody holds it.
+
+    A bucket is asked when the folder is claimed. Leaves nothing behind.
+
+    Raises:
+      UserError: it is a file, or below one; it cannot be written; the disk is full; another process holds it.
+    """
+    workdir = as_path(workdir)
+    if is_remote(workdir):
+        return
+    there = next(folder for folder in (workdir, *workdir.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        raise UserError(f"--workdir={workdir}: {there} is a file: give a folder")
+    try:
+        with tempfile.TemporaryFile(dir=there, buffering=0) as probe:
+            probe.write(bytes(PROBE))
+    except OSError as error:
+        raise UserError(
+            f"--workdir={workdir}: {there} cannot be written ({error.strerror}): make room or rights there, or give another folder"
+        ) from error
+    if (workdir / ".lock").is_file():
+        with (workdir / ".lock").open() as file:
+            _lock(file, fcntl.LOCK_SH, workdir)
+
+
+def _lock(file, kind: int, workdir: AnyPath) -> None:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"another process is at work in {workdir}: wait for it, or use another --workdir") from None
 
 
 @contextlib.contextmanager
@@ -33,10 +69,7 @@ def exclusive(workdir: AnyPath) -> Iterator[None]:
     except OSError as error:  # also where there can be no folder at all, as below /proc
         raise UserError(f"--workdir={workdir}: the folder cannot be made ({error.strerror}): give another one") from error
     with (workdir / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another process is at work in {workdir}: wait for it, or use another --workdir") from None
+        _lock(file, fcntl.LOCK_EX, workdir)
         yield
 
 

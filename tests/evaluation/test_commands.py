@@ -328,6 +328,10 @@ def test_evaluate_names_what_is_wrong(taught, tmp_path, capsys):
         ([*taught.flags, "--config.rollout.shwon=2"], "rollout.shown"),
         ([config, f"--workdir={tmp_path}"], "no checkpoint"),
         ([f"--workdir={tmp_path}"], "config.json"),
+        (
+            ["--workdir=gs://bucket/runs/a/"],
+            "copy the run here, gcloud storage cp -r gs://bucket/runs/a/ runs/, and give --workdir=runs/a",
+        ),
     ):
         assert evaluate.main(arguments) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
@@ -498,6 +502,7 @@ def test_view_of_odd_episodes(taught):
     odd.trace = [
         ("generated", "<think> [red] </think><search> q </search>"),
         ("information", "Doc [1]"),
+        ("tool", "12 * 7 = [84]"),
         ("corrective", "Say [more]"),
         ("fault", "index [down]"),
         ("generated", "<search> q"),
@@ -509,6 +514,7 @@ def test_view_of_odd_episodes(taught):
         "[bold]Title 4[/bold]",
         "[red]",
         "Doc [1]",
+        "12 * 7 = [84]",
         "Say [more]",
         "index [down]",
         "did not fit",

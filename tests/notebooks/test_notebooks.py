@@ -31,6 +31,24 @@ def test_a_notebook_is_its_source(source):
     nbformat.validate(there)
 
 
+def test_a_fork_has_its_address_in_one_place():
+    """Badge and install cell follow the url of setup.py, and nothing of a committed notebook but these changes with it."""
+    assert build.URL.findall('    url="https://github.com/me/my.fork",') == ["me/my.fork"]
+    text = "".join(path.read_text(encoding="utf-8") for path in (*SOURCES, ROOT / "notebooks" / "build.py"))
+    assert build.REPOSITORY in (ROOT / "setup.py").read_text(encoding="utf-8") and build.REPOSITORY not in text
+    source = SOURCES[0]
+    old = nbformat.read(ROOT / "notebooks" / f"{source.stem}.ipynb", as_version=4)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(build, "REPOSITORY", "me/my.fork")
+        made = build.notebook(source)
+    build.keep_outputs(made, old)
+    changed = [number for number, (a, b) in enumerate(zip(made.cells, old.cells)) if a.source != b.source]
+    assert changed == [0, 1] and all(
+        made.cells[number].source == old.cells[number].source.replace(build.REPOSITORY, "me/my.fork") for number in changed
+    )
+    assert [cell.get("outputs") for cell in made.cells] == [cell.get("outputs") for cell in old.cells]
+
+
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_what_is_committed_was_run_and_is_clean(source):
     path = ROOT / "notebooks" / f"{source.stem}.ipynb"

@@ -92,6 +92,49 @@ def test_pdf(tmp_path):
         read(tmp_path, "broken.pdf", b"%PDF-1.4 and nothing else")
 
 
+def test_faulty_files_are_named_all_at_once(tmp_path, capsys, monkeypatch):
+    """And what the PDF library mutters comes as one line a file, not on stderr."""
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    (folder / "a.txt").write_text("Rome is old.")
+    (folder / "b.pdf").write_bytes(pdf(["Oslo is cold."]).replace(b"startxref\n", b"startxref\n7"))  # found again by its marks
+    (tmp_path / "q.csv").write_text("question,answer\na?,old\nb?,cold\n")
+    assert command(tmp_path / "out", corpus=folder, asked=tmp_path / "q.csv") == 0
+    told = capsys.readouterr()
+    assert told.err == "" and told.out.count("damaged: b.pdf was read all the same (") == 1
+    assert "one question is held out" in told.out
+    (folder / "c.txt").write_bytes(b"x\xff")
+    (folder / "d.pdf").write_bytes(b"%PDF-1.4 and nothing else")
+    (folder / "e.jsonl").write_text('{"id": 1}\n')
+    for shown, more in ((20, ""), (2, "... and 1 more")):
+        monkeypatch.setattr(prepare, "FAULTS", shown)
+        assert command(tmp_path / "out", "--force", corpus=folder, asked=tmp_path / "q.csv") == 1
+        told = capsys.readouterr()
+        named = [path in told.err for path in (f"{folder}/c.txt: not UTF-8", f"{folder}/d.pdf: not a", f"{folder}/e.jsonl, line 1")]
+        assert named == [True, True, shown > 2] and more in told.err and told.out == ""
+        assert len(told.err.splitlines()) == 1 + min(3, shown) + bool(more)
+
+
+def test_copies_are_told(tmp_path, capsys):
+    """A copy under its own title stays: two texts may say the same about different things. One of the same title goes."""
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    for name, title in (("a.txt", ""), ("b.txt", ""), ("c.md", "# T\n\n"), ("d.md", "# T\n\n")):
+        (folder / name).write_text(f"{title}Rome is old.")
+    (tmp_path / "q.csv").write_text("question,answer,gold\na?,old,d.md\nb?,cold,\n")
+    assert command(tmp_path / "out", corpus=folder, asked=tmp_path / "q.csv") == 0
+    told = capsys.readouterr().out
+    assert [line.split(":")[1].split(";")[0] for line in told.splitlines() if "same text" in line] == [
+        " b.txt and a.txt", " c.md and a.txt", " d.md and a.txt",
+    ]  # fmt: skip
+    assert [passage.id for passage in Corpus.open(tmp_path / "out" / "corpus.jsonl")] == ["a.txt#1", "b.txt#1", "c.md#1"]
+    asked = {q.question: q for part in ("train", "dev") for q in load_questions(tmp_path / "out" / f"{part}.jsonl")}
+    assert asked["a?"].gold_passage_ids == ("c.md#1",) and "left out" not in told
+    (tmp_path / "q.csv").write_text("question,answer\na?,old\n")
+    assert command(tmp_path / "out", "--force", corpus=folder, asked=tmp_path / "q.csv") == 2
+    assert "one question; at least two are needed" in capsys.readouterr().err
+
+
 def test_text(tmp_path):
     assert texts(read(tmp_path, "a.txt", "A title\n\nOne\nline.\n\nTwo.\n")) == [("", "One line.", "Two.")]
     with pytest.raises(UserError, match=r"b\.txt: not UTF-8 at byte 1"):

@@ -193,15 +193,32 @@ def test_two_steps_and_two_runs_beside_each_other(window, one, two):
     told(window, "20 of 40 episodes")
     window.open(two, "#rollout=5&beside=24")
     assert [window.do(OPEN), len(window.all(".episode"))] == ["5", 2]
-    window.open(two, "#rollout=9999&beside=-1")  # an address of another page
-    assert window.do(OPEN) == "0"
+    assert not window.find("#lost").is_displayed()
+    for address, open_then, said in (  # of another page, or of this one before it was written again
+        ("#rollout=9999&beside=-1", "0", "rollout 9999 is not on this page. It has the rollouts 0 to 39,"),
+        ("#rollout=5&beside=40", "5", "rollout 40, to be put beside it, is not on this page."),
+        ("#rollout=5&beside=0", "5", "rollout 0, to be put beside it, is of another question."),
+        ("#rollout=5&beside=5", "5", "rollout 5, to be put beside it, is the same."),
+        ("#beside=5", "0", "no rollout is named to put another one beside."),
+    ):
+        window.open(two, address)
+        assert (window.do(OPEN), len(window.all(".episode"))) == (open_then, 1), address
+        assert f"The address does not fit: {said}" in window.text("#lost"), address
+    window.do("location.hash = 'rollout=6&beside=26'")  # typed into the page that is open
+    window.until("return document.querySelectorAll('.episode').length === 2")
+    assert window.do(OPEN) == "6" and not window.find("#lost").is_displayed()
+    window.do("location.hash = 'rollout=x'")
+    window.until("return document.querySelector('#lost').textContent.includes('rollout x is not on this page')")
+    assert window.do(OPEN) == "6"
+    click_row(window, 2)
+    window.until("return document.querySelector('#lost').hidden")
     assert window.console() == []
 
 
 def test_hostile_text_is_shown_and_does_nothing(window, tmp_path):
     evil = rollout(1, 0, 0, True, text=HOSTILE)
     evil |= {"golds": [HOSTILE], "answer": HOSTILE, "dataset": HOSTILE, "id": HOSTILE, "reason": HOSTILE}
-    evil["trace"] = [{"kind": kind, "text": HOSTILE} for kind in ("generated", "information", "corrective", "fault")]
+    evil["trace"] = [{"kind": kind, "text": HOSTILE} for kind in ("generated", "information", "tool", "corrective", "fault")]
     evil["turns"][0] |= {"query": HOSTILE, "error": HOSTILE}
     evil["turns"][0]["documents"][0] |= {"id": HOSTILE, "title": HOSTILE}
     folder = run_folder(

@@ -133,7 +133,7 @@ def test_a_tool_answers_what_it_can_and_leaves_the_rest_to_the_retriever():
     )
     assert [episode.status for episode in episodes] == ["answered", "no_answer", "answered"]
     assert [[turn.query for turn in episode.turns] for episode in episodes] == [["who founded it"], [], ["who founded it"]]
-    assert [kind for kind, _ in episodes[0].trace] == ["generated", "corrective", "generated", "information", "generated"]
+    assert [kind for kind, _ in episodes[0].trace] == ["generated", "tool", "generated", "information", "generated"]
     assert metrics["rollout/corrective"] == 0 and metrics["rollout/searches"] == 2 / 3
     assert sorted(asked) == ["what is it"] * 3 + ["who founded it"] * 2
 

@@ -12,7 +12,7 @@ from bridge_jax import config as configuration
 from bridge_jax import index, train, warmstart
 from bridge_jax.errors import UserError
 from bridge_jax.training import session
-from bridge_jax.training.workdir import exclusive
+from bridge_jax.training.workdir import exclusive, refuse_unusable
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +157,33 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     folder = tmp_path / "file" / "run"
     with pytest.raises(UserError, match=f"--workdir={folder}: the folder cannot be made"), exclusive(folder):
         pass
+
+
+@pytest.mark.parametrize("command", [train, warmstart], ids=["train", "warmstart"])
+def test_an_unusable_workdir_is_told_before_anything_is_loaded(tmp_path, capsys, monkeypatch, command):
+    """The configuration names models and data that are not there: whoever looked for them would say so instead."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config = tiny_run.write_config(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+
+    def refused(workdir, words):
+        assert command.main([f"--config={config}", f"--workdir={workdir}"]) == 2
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == 1 and said[0].startswith(f"error: {words}"), said
+
+    for workdir in (tmp_path / "file", tmp_path / "file" / "run"):
+        refused(workdir, f"--workdir={workdir}: {tmp_path / 'file'} is a file: give a folder")
+    refused("/proc/run", "--workdir=/proc/run: /proc cannot be written (")
+    with exclusive(tmp_path / "busy"):
+        refused(tmp_path / "busy", f"another process is at work in {tmp_path / 'busy'}")
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda **settings: open("/dev/full", "wb", buffering=0))  # noqa: SIM115
+    refused(
+        tmp_path / "folder" / "new", f"--workdir={tmp_path / 'folder' / 'new'}: {tmp_path / 'folder'} cannot be written (No space"
+    )
+    monkeypatch.undo()
+    refuse_unusable(tmp_path / "folder" / "new")
+    assert not list((tmp_path / "folder").iterdir())
 
 
 def test_warmstart_refuses_questions_without_gold_passages(world, capsys, tmp_path):

@@ -3,9 +3,12 @@
 import contextlib
 import io
 import re
+import time
 
 import pytest
 
+from bridge_jax.retrieval import progress
+from bridge_jax.training import sft
 from bridge_jax.training.display import Display
 
 METRICS = {
@@ -84,7 +87,31 @@ def test_elsewhere_there_is_one_plain_line_a_step(terminal, monkeypatch, why):
     play(terminal)
     lines = plain(terminal.getvalue()).splitlines()
     assert len(lines) == 3 and lines[1] == "evaluation after step 1: [em] 0.5"
-    assert re.fullmatch(r"step 2/4  reward 0.750  recall@3 0.500  searches 1.50  1234 tokens/s  4.0 s  ETA 0:00:00", lines[2])
+    said = r"  recall@3 0.500  searches 1.50  1234 tokens/s  4.0 s  "
+    assert re.fullmatch(rf"step 1/4  reward 0.250{said}ETA after the next step", lines[0])
+    assert re.fullmatch(rf"step 2/4  reward 0.750{said}ETA 0:00:00", lines[2])
+
+
+def test_the_first_step_counts_for_nothing_in_what_is_left(monkeypatch, capsys):
+    """100 s of compiling, then 2 s a step: 4 more steps are 8 s. Each progress says so, and an end once."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    said = {}
+    with Display(6, 0) as display, sft._Meter("trial", 6, 0) as meter, progress.track("loop", 6, "units") as advance:
+        for number in range(1, 7):
+            now[0] += 100 if number == 1 else 2
+            monkeypatch.setattr(progress, "PLAIN_SECONDS", 0)
+            display.step(number, METRICS)
+            meter.step(number, 1.0, 10, 1.0)
+            advance(1)
+            said[number] = capsys.readouterr().err.splitlines()
+        advance(0)
+        advance(0)
+        assert capsys.readouterr().err == ""
+    assert [line.rpartition("  ")[2].rpartition(", ")[2] for line in said[1]] == ["ETA after the next step"] * 2 + ["ETA ?"]
+    assert [line[line.index("ETA") :] for line in said[2]] == ["ETA 0:00:08", "ETA 0.1 min", "ETA 0:00:08"]
+    assert [line[line.index("ETA") :] for line in said[6]] == ["ETA 0:00:00", "ETA 0.0 min", "ETA 0:00:00"]
+    assert said[2][1].startswith("trial 2/6")
 
 
 def test_other_processes_are_quiet(terminal):

@@ -43,8 +43,12 @@ def run(world, workdir, *overrides):
     return rows
 
 
-def test_vt_search_in_full_moves_the_policy_alone(world, tmp_path):
-    rows = run(world, tmp_path, "--config.method.name=vt_search", "--config.policy.trainable=full", "--config.train.steps=4")
+def test_vt_search_in_full_moves_the_policy_alone(world, tmp_path, capsys):
+    settings = ("method.name=vt_search", "policy.trainable=full", "train.steps=4", "train.log_rollouts_every=3")
+    rows = run(world, tmp_path, *(f"--config.{setting}" for setting in settings))
+    [done] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("done: ")]
+    assert f"policy in {tmp_path / 'policy'}, the retriever is {world / 'encoder'} as it was, metrics in" in done
+    assert [path.name for path in sorted((tmp_path / "rollouts").iterdir())] == ["step_000003.jsonl", "step_000004.jsonl"]
     assert any(row["policy/grad_norm"] > 0 for row in rows)
     assert all(0 < row["policy/packing_fill"] <= 1 for row in rows)
     assert not any(name.startswith(("retriever/", "credit/")) for row in rows for name in row)

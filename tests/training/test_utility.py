@@ -149,6 +149,7 @@ GOOD = [("generated", "<think> a </think>\n<search> q </search>"), ("information
         ("answered", " ", GOOD, False),
         ("no_answer", None, GOOD, False),
         ("answered", "b", [*GOOD[:1], ("corrective", "No valid action."), *GOOD[2:]], False),
+        ("answered", "b", [*GOOD[:1], ("tool", "12 * 7 = 84"), *GOOD[2:]], True),
         ("answered", "b", [("generated", "<think> a <answer> b </answer>")], False),
         ("answered", "b", [("generated", "a </think> <answer> b </answer>")], False),
         ("answered", "b", [("information", "</think>"), ("generated", "<answer> b </answer>")], True),

@@ -45,6 +45,7 @@ async function startBrowser(root) {
   }
 
   function open(number) {
+    byId("lost").hidden = true;
     opened = number;
     if (beside >= 0 && (beside === number || !partners(data, number).includes(beside))) beside = bestPartner(data, number);
     return show().catch(tellFault);
@@ -116,15 +117,31 @@ async function startBrowser(root) {
   byId("help-button").addEventListener("click", () => help.showModal());
   byId("help-close").addEventListener("click", () => help.close());
 
-  const address = new URLSearchParams(location.hash.slice(1));
-  const [first, second] = ["rollout", "beside"].map((name) => (address.has(name) ? Number(address.get(name)) : -1));
-  const exists = (number) => Number.isInteger(number) && number >= 0 && number < data.count;
-  filter();
-  if (exists(first)) {
-    opened = first;
-    beside = exists(second) && partners(data, first).includes(second) ? second : -1;
+  // Open what the address names; what of it is not there is said. Returns whether something is open now.
+  async function follow() {
+    const address = new URLSearchParams(location.hash.slice(1));
+    const [first, second] = [address.get("rollout"), address.get("beside")];
+    const missing = (text) => !/^\d+$/.test(text) || Number(text) >= data.count;
+    const said = missing(second ?? "") ? "is not on this page" : Number(second) === Number(first) ? "is the same" : "is of another question";
+    const lost = [];
+    if (first !== null && missing(first)) lost.push(`rollout ${first.slice(0, 20)} is not on this page`);
+    else if (second !== null && (first === null || !partners(data, Number(first)).includes(missing(second) ? -1 : Number(second)))) {
+      lost.push(first === null ? "no rollout is named to put another one beside" : `rollout ${second.slice(0, 20)}, to be put beside it, ${said}`);
+    }
+    byId("lost").hidden = !lost.length;
+    byId("lost").textContent = `The address does not fit: ${lost.join("; ")}. It has the rollouts 0 to ${data.count - 1}, which have other numbers when the report is written again: find it by its question.`;
+    if (first === null || missing(first)) return false;
+    opened = Number(first);
+    beside = second !== null && !lost.length ? Number(second) : -1;
     await show();
     root.scrollIntoView();
+    return true;
+  }
+
+  filter();
+  addEventListener("hashchange", () => follow().catch(tellFault));
+  if (await follow()) {
+    // somebody's choice
   } else if (matchMedia("(min-width: 800px)").matches) {
     opened = 0;
     await show();

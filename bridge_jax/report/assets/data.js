@@ -52,7 +52,7 @@ async function openData() {
     const { documents, texts, episodes } = await block(Math.floor(number / index.block));
     const { trace, searches } = episodes[number % index.block];
     return {
-      trace: trace.map(([kind, text]) => ({ kind: ["generated", "information", "corrective", "fault"][kind], text: texts[text] })),
+      trace: trace.map(([kind, text]) => ({ kind: ["generated", "information", "corrective", "fault", "tool"][kind], text: texts[text] })),
       searches: searches.map(([query, error, credit, span, shown, found, gold, score, p, l, w]) => ({
         query, error, credit, span, scored: w !== null,
         documents: found.map((place, rank) => ({

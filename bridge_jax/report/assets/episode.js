@@ -138,7 +138,7 @@ function traceOf(detail, golds) {
       const search = detail.searches[number++];
       if (search) parts.push(searchBlock(search, number));
       parts.push(information(text, golds));
-    } else parts.push(block(kind, kind === "fault" ? "fault" : "correction", words(text.replace(/<\/?information>/g, ""))));
+    } else parts.push(block(kind, { tool: "the tool's reply", corrective: "correction" }[kind] ?? kind, words(text.replace(/<\/?information>/g, ""))));
   }
   while (number < detail.searches.length) {
     const search = detail.searches[number++];
