@@ -8,11 +8,17 @@ Importing the package imports nothing heavy; everything else is in its submodule
 """
 
 import os
+import sys
 from typing import TYPE_CHECKING
 
 os.environ.setdefault(
     "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
 )  # it says of every run that torch is missing, which nothing here needs
+
+if sys.argv[:1] == ["-m"]:  # a command of the package begins: its libraries take seconds to import, and Ctrl-C may come then
+    from bridge_jax.errors import leave_quietly
+
+    sys.excepthook = leave_quietly
 
 __version__ = "0.1.0"
 __all__ = ["load_config", "open_run", "train_run"]

@@ -5,11 +5,15 @@ from __future__ import annotations
 import errno
 import functools
 import logging
+import os
 import sys
 from collections.abc import Callable
 
 # A place that cannot be written: the user's to mend, wherever it is noticed.
 _USERS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST}
+
+
+INTERRUPTED = "interrupted; run the same command again to go on"
 
 
 class UserError(Exception):
@@ -54,7 +58,16 @@ def main_guard(main: Callable[..., int | None]) -> Callable[..., int]:
             print(f"error: {error.filename}: {error.strerror}; give another place, or make room there", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
-            print("interrupted; run the same command again to go on", file=sys.stderr)
+            print(INTERRUPTED, file=sys.stderr)
             return 130
 
     return run
+
+
+def leave_quietly(kind: type[BaseException], error: BaseException, traceback) -> None:
+    """An excepthook: Ctrl-C before `main_guard` is there, or after it, is one line and exit code 130, too."""
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, traceback)
+        return
+    print(INTERRUPTED, file=sys.stderr, flush=True)
+    os._exit(130)  # nothing has begun, or all is done

@@ -11,13 +11,21 @@ import pytest
 
 import bridge_jax
 from bridge_jax import __main__ as commands
+from bridge_jax import errors
 
 COMMANDS = ("ask", "evaluate", "index", "judge", "report.__main__", "serve", "train", "warmstart")
 
 
 def shell(*words, stdin=""):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": "100"}
-    return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, input=stdin, env=environment, timeout=120)
+    return subprocess.run(
+        [sys.executable, *(words if words[0] == "-c" else ("-m", *words))],
+        capture_output=True,
+        text=True,
+        input=stdin,
+        env=environment,
+        timeout=120,
+    )
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -50,6 +58,13 @@ def test_the_package_lists_its_commands(capsys):
         assert shown.startswith(first) and silent == ""
         listed = {line.split()[2].removeprefix("bridge_jax.") for line in shown.splitlines() if line.startswith("  ")}
         assert listed == (set() if words[:1] == ["train"] else names)
+
+
+def test_ctrl_c_while_a_command_imports_its_libraries_is_one_line():
+    program = "import sys; sys.argv[:] = ['-m']; import bridge_jax; raise {}"
+    ended = [shell("-c", program.format(error)) for error in ("KeyboardInterrupt", "ValueError(3)")]
+    assert (ended[0].returncode, ended[0].stderr) == (130, f"{errors.INTERRUPTED}\n")
+    assert ended[1].returncode == 1 and "Traceback" in ended[1].stderr
 
 
 @pytest.mark.parametrize(
