@@ -6,6 +6,7 @@ import errno
 import functools
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -58,7 +59,9 @@ def main_guard(main: Callable[..., int | None]) -> Callable[..., int]:
             print(f"error: {error.filename}: {error.strerror}; give another place, or make room there", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
-            print(INTERRUPTED, file=sys.stderr)
+            if sys.excepthook is leave_quietly:  # a process of its own: Ctrl-C once more does not wait for threads that are left
+                signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+            print(INTERRUPTED, file=sys.stderr, flush=True)
             return 130
 
     return run
