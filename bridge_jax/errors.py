@@ -25,6 +25,8 @@ class _Stderr(logging.StreamHandler):
     """Writes to whatever `sys.stderr` is at the time: commands may be called one after another in one process."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and isinstance(record.exc_info[1], KeyboardInterrupt):
+            return  # Orbax, whose wait for a save was broken off, shows where; `main_guard` says what is to be said
         self.stream = sys.stderr
         super().emit(record)
 

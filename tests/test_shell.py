@@ -1,8 +1,10 @@
 """The commands as a shell sees them: exit codes, one line for what is wrong, help with examples."""
 
 import importlib
+import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +67,21 @@ def test_ctrl_c_while_a_command_imports_its_libraries_is_one_line():
     ended = [shell("-c", program.format(error)) for error in ("KeyboardInterrupt", "ValueError(3)")]
     assert (ended[0].returncode, ended[0].stderr) == (130, f"{errors.INTERRUPTED}\n")
     assert ended[1].returncode == 1 and "Traceback" in ended[1].stderr
+
+
+def test_a_library_that_logs_a_ctrl_c_is_not_heard(capsys):
+    @errors.main_guard
+    def main():
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            logging.getLogger("absl").exception("broken off")
+            logging.getLogger("absl").error("something else")
+            raise
+
+    before = signal.getsignal(signal.SIGINT)
+    assert main() == 130 and capsys.readouterr().err == f"something else\n{errors.INTERRUPTED}\n"
+    assert signal.getsignal(signal.SIGINT) is before  # nobody's process but a command's own
 
 
 @pytest.mark.parametrize(
