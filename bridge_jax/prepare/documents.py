@@ -201,9 +201,13 @@ def _pdf(path: Path) -> tuple[str, list[Section], list[str]]:
 @contextlib.contextmanager
 def _heard(name: str) -> Iterator[list[str]]:
     """What a library logs, as a list and nowhere else."""
-    logger, said = logging.getLogger(name), []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logger, handler = logging.getLogger(name), Listener()
     passed_on, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     try:

@@ -34,8 +34,9 @@ def refuse_unusable(workdir: AnyPath) -> None:
     if not there.is_dir():
         raise UserError(f"--workdir={workdir}: {there} is a file: give a folder")
     try:
-        with tempfile.TemporaryFile(dir=there, buffering=0) as probe:
+        with tempfile.TemporaryFile(dir=there) as probe:
             probe.write(bytes(PROBE))
+            probe.flush()
     except OSError as error:
         raise UserError(
             f"--workdir={workdir}: {there} cannot be written ({error.strerror}): make room or rights there, or give another folder"

@@ -1,6 +1,7 @@
 """What a user can get wrong: one line on stderr that names the thing and the mend, exit code 2, nothing written or overwritten."""
 
 import json
+import resource
 import shutil
 
 import numpy as np
@@ -177,11 +178,13 @@ def test_an_unusable_workdir_is_told_before_anything_is_loaded(tmp_path, capsys,
     refused("/proc/run", "--workdir=/proc/run: /proc cannot be written (")
     with exclusive(tmp_path / "busy"):
         refused(tmp_path / "busy", f"another process is at work in {tmp_path / 'busy'}")
-    monkeypatch.setattr("tempfile.TemporaryFile", lambda **settings: open("/dev/full", "wb", buffering=0))  # noqa: SIM115
-    refused(
-        tmp_path / "folder" / "new", f"--workdir={tmp_path / 'folder' / 'new'}: {tmp_path / 'folder'} cannot be written (No space"
-    )
-    monkeypatch.undo()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))  # the first bytes fit, as on a disk that is nearly full
+    try:
+        new = tmp_path / "folder" / "new"
+        refused(new, f"--workdir={new}: {tmp_path / 'folder'} cannot be written (File too large)")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     refuse_unusable(tmp_path / "folder" / "new")
     assert not list((tmp_path / "folder").iterdir())
 
