@@ -5,15 +5,31 @@ from __future__ import annotations
 import errno
 import functools
 import logging
+import os
 import sys
 from collections.abc import Callable
 
 # A place that cannot be written: the user's to mend, wherever it is noticed.
-_USERS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST}
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_USERS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 
 class UserError(Exception):
     """Something the user gave is wrong. The message is one line: it names the thing and the mend."""
+
+
+def no_room(error: BaseException | None) -> str | None:
+    """What an error says of a full disk, if that is what it or its cause is about; libraries that write by themselves each have
+    their own kind of error for it (Orbax in groups, from threads; tokenizers and tensorstore with the system's words alone)."""
+    if error is None:
+        return None
+    if isinstance(error, BaseExceptionGroup):
+        return next(filter(None, map(no_room, error.exceptions)), None)
+    words = [os.strerror(number) for number in _NO_ROOM]
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return os.strerror(error.errno)
+    said = str(error)
+    return next((text for text in words if text in said), None) or no_room(error.__cause__ or error.__context__)
 
 
 class _Stderr(logging.StreamHandler):
@@ -48,13 +64,17 @@ def main_guard(main: Callable[..., int | None]) -> Callable[..., int]:
         except UserError as error:
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
             return 2
-        except OSError as error:
-            if error.errno not in _USERS or not error.filename:
-                raise
-            print(f"error: {error.filename}: {error.strerror}; give another place, or make room there", file=sys.stderr)
-            return 2
         except KeyboardInterrupt:
             print("interrupted; run the same command again to go on", file=sys.stderr)
             return 130
+        except Exception as error:
+            where = getattr(error, "filename", None)
+            if why := no_room(error):
+                print(f"error: {where or 'the disk'}: {why}; make room there, and run the same command again", file=sys.stderr)
+            elif isinstance(error, OSError) and error.errno in _USERS and where:
+                print(f"error: {where}: {error.strerror}; give another place", file=sys.stderr)
+            else:
+                raise
+            return 2
 
     return run

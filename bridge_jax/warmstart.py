@@ -28,7 +28,7 @@ from bridge_jax.training import sft
 from bridge_jax.training.assets import Assets, load_assets
 from bridge_jax.training.inputs import claim_inputs
 from bridge_jax.training.traces import Trace, TraceBuilder, trace_row
-from bridge_jax.training.workdir import claim_workdir, exclusive
+from bridge_jax.training.workdir import claim_workdir, exclusive, refuse_unwritable
 
 HELD_OUT = 20  # traces kept out of training, to see that it generalises; a tenth where they are fewer than 200
 # What the warm start depends on; a rerun may change everything else.
@@ -71,6 +71,7 @@ def run(config: ConfigDict, workdir: AnyPath) -> AnyPath:
             soft_wrap=True,
         )
         return folder
+    refuse_unwritable(workdir)
     assets = load_assets(config, workdir, use_warmstart=False)
     traces, heldout = build_traces(assets, console)
     with exclusive(workdir):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 from collections.abc import Iterator, Sequence
 
 from ml_collections import ConfigDict
@@ -14,6 +15,16 @@ from bridge_jax.errors import UserError
 from bridge_jax.files import AnyPath, as_path, is_remote, refuse_unreachable, write_text
 from bridge_jax.training.bucket_lock import bucket_lock
 from bridge_jax.training.methods import method_of
+
+
+def refuse_unwritable(workdir: AnyPath) -> None:
+    """UserError for a folder that cannot be written or made, as far as can be told without writing: before models are loaded."""
+    workdir = as_path(workdir)
+    if is_remote(workdir):
+        return
+    there = next((folder for folder in (workdir, *workdir.absolute().parents) if folder.exists()), workdir)
+    if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"--workdir={workdir}: {there} cannot be written: give another one, or the right to write there")
 
 
 @contextlib.contextmanager
@@ -32,7 +43,11 @@ def exclusive(workdir: AnyPath) -> Iterator[None]:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:  # also where there can be no folder at all, as below /proc
         raise UserError(f"--workdir={workdir}: the folder cannot be made ({error.strerror}): give another one") from error
-    with (workdir / ".lock").open("w") as file:
+    try:
+        file = (workdir / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"--workdir={workdir}: cannot be written ({error.strerror}): give another one") from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
