@@ -18,6 +18,10 @@ from bridge_jax.mesh import put
 from bridge_jax.objectives.bilevel import BridgeState
 from bridge_jax.training.checksums import checksums
 
+# Seconds that a save may take: Orbax asks the machine's clock, which jumps when it is set, or when the machine was asleep.
+# Directories are made before a save returns: it would wait for them by that clock, and with a limit that cannot be set.
+PATIENCE = ocp.options.AsyncOptions(timeout_secs=10 * 365 * 86_400, create_directories_asynchronously=False)
+
 
 def _score(metrics: dict) -> float:
     return metrics["score"]
@@ -68,6 +72,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=managers.AnyPreservationPolicy([managers.LatestN(n=keep), best]),
             best_fn=_score,  # without it, scores are not written
+            async_options=PATIENCE,
             create=not read_only,
             read_only=read_only,
             cleanup_tmp_directories=not read_only,

@@ -1,5 +1,6 @@
 """Whole runs in this process: training in full, a method without a retriever update, the best checkpoint, several devices."""
 
+import itertools
 import json
 import os
 import random
@@ -136,6 +137,23 @@ def test_best_checkpoint_outlives_newer_ones(world, tmp_path):
     with pytest.raises(configuration.UserError, match="policy='a', this run 'b'"):
         other.restore(5, state(0))
     checkpoints.close()
+
+
+def test_a_checkpoint_is_saved_whatever_the_clock_does(tmp_path, monkeypatch):
+    """Each look at the clock finds it a week later: what waits by it, waits no longer."""
+    from bridge_jax.objectives.bilevel import BridgeState
+
+    real, looks = time.time, itertools.count()
+    tree = {"x": jax.numpy.arange(3.0)}
+    state = BridgeState(jax.numpy.int32(1), tree, {"m": tree}, tree, {"m": tree}, jax.random.key(0))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2, fingerprint={})
+    monkeypatch.setattr(time, "time", lambda: real() + 604_800 * next(looks))
+    checkpoints.save(1, state)
+    checkpoints.save(2, state)
+    checkpoints.close()
+    assert next(looks) > 10
+    again = Checkpoints(tmp_path / "checkpoints", keep=2, fingerprint={}, read_only=True)
+    assert float(again.restore(2, state).policy["x"][2]) == 2.0
 
 
 # In full training AdamW makes steps of the rate's size out of gradients that are zero but for rounding: a small rate.
