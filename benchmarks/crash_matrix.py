@@ -72,7 +72,7 @@ def result(workdir: Path) -> dict[str, object]:
     found |= {str(path.relative_to(workdir)): path.read_bytes() for path in files}
     for path in workdir.glob("eval/*.json"):
         found[path.name] = without_clocks(json.loads(path.read_text()))
-    for path in workdir.glob("checkpoints/*/position/*"):  # the step, and the checksum of every array, optimisers included
+    for path in workdir.glob("checkpoints/*/position/metadata"):  # the step, and the checksum of every array, optimisers included
         found[str(path.relative_to(workdir))] = path.read_bytes()
     return found
 

@@ -414,8 +414,9 @@ def validate(config: ConfigDict, training: bool = True, unlike: Collection[str] 
             close = difflib.get_close_matches(str(value), _CHOICES[name], n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise UserError(f"config.{name}={value!r}: must be one of {', '.join(_CHOICES[name])}{hint}")
-        if isinstance(value, int | float) and not isinstance(value, bool) and not value >= _AT_LEAST.get(name, 0):
-            raise UserError(f"config.{name}={value!r}: must be at least {_AT_LEAST.get(name, 0)}")
-        if name in _AT_MOST and value > _AT_MOST[name]:
-            raise UserError(f"config.{name}={value!r}: must be at most {_AT_MOST[name]}")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            if not value >= _AT_LEAST.get(name, 0):
+                raise UserError(f"config.{name}={value!r}: must be at least {_AT_LEAST.get(name, 0)}")
+            if value > _AT_MOST.get(name, math.inf):
+                raise UserError(f"config.{name}={value!r}: must be at most {_AT_MOST[name]}")
     settings_check.check(config, training, unlike)

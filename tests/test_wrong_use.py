@@ -23,11 +23,11 @@ NEEDS = {
     "bridge_jax.report.__main__": "--workdir",
     "bridge_jax.judge": "--result, --endpoint",
     "bridge_jax.index": "--corpus, --out",
-    "bridge_jax.serve": "--index, --corpus",
+    "bridge_jax.serve": "--index",
     "bridge_jax.prepare.__main__": "--corpus, --questions, --out",
-    "launch.fit": "--config",
-    "launch.tpu": "command",
-    "launch.gpu": "command",
+    "fit": "--config",
+    "tpu": "command",
+    "gpu": "command",
 }
 
 # Command lines with one path that leads nowhere; {} is an empty folder, and stands before that path.
@@ -35,7 +35,7 @@ NOWHERE = """
 bridge_jax.train --config={}/no.py --workdir=run
 bridge_jax.train --config=MINI --workdir={}/run --config.policy.model={}/no
 bridge_jax.train --config=MINI --workdir={}/run --config.policy.warmstart={}/no
-bridge_jax.train --config=MINI --workdir={}/run --config.data.train={}/no.jsonl
+bridge_jax.train --config=MINI --workdir={}/run --config.data.weights=1 --config.data.train={}/no.jsonl
 bridge_jax.train --config=MINI --workdir={}/run --config.data.eval={}/no.jsonl
 bridge_jax.train --config=MINI --workdir={}/run --config.index.corpus={}/no.jsonl
 bridge_jax.train --config=MINI --workdir={}/run --config.index.folder={}/no
@@ -64,7 +64,7 @@ bridge_jax.serve --index={}/no --corpus={}/no.jsonl --port=0
 bridge_jax.serve --index={}/no --corpus=mini --token-file={}/no --port=0
 bridge_jax.prepare.__main__ --corpus={}/no --questions={}/no.csv --out={}/out
 bridge_jax.prepare.__main__ --corpus={} --questions={}/no.csv --out={}/out
-launch.fit --config={}/no.py --target=v5p-8
+fit --config={}/no.py --target=v5p-8
 """.strip().splitlines()
 
 
@@ -81,11 +81,9 @@ def ended(name, words, capfd):
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """Caches of one's own, no network, and launch/ as its scripts find it."""
+    """A cache of one's own, and no network."""
     monkeypatch.setenv("BRIDGE_JAX_CACHE", os.environ.get("BRIDGE_JAX_CACHE", str(tmp_path.parent / "wrong-use-cache")))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.syspath_prepend(str(ROOT))
-    monkeypatch.syspath_prepend(str(ROOT / "launch"))
 
 
 @pytest.mark.parametrize("name", NEEDS)

@@ -75,10 +75,10 @@ def test_vt_search_in_full_moves_the_policy_alone(world, tmp_path):
 def test_bridge_exports_what_its_last_checkpoint_holds(world, tmp_path, mad_clock, capsys):
     rows = run(world, tmp_path)
     for row in rows:
-        assert all(value >= 0 for name, value in row.items() if name.startswith(("time/", "goodput/")))
-        assert row["time/wall"] < 1000 and sum(row[f"goodput/{name}"] for name in ("compile", "evaluation", "useful")) < 1.2
+        assert not {name: value for name, value in row.items() if name.startswith(("time/", "goodput/")) and not 0 <= value < 1000}
+        assert sum(row[f"goodput/{name}"] for name in ("compile", "evaluation", "useful")) < 1.2
     said = re.findall(r"ETA (\d+):", capsys.readouterr().err)
-    assert len(said) == 6 and set(said) == {"0"}  # hours
+    assert len(said) >= 6 and set(said) == {"0"}  # hours
     assert rows[0]["gap/logp_max"] < 1e-5
     assert all(row["rollout/prefill_ratio"] == 1.0 for row in rows)
     assert rows[-1]["rollout/compilations"] == 0
