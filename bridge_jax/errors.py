@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable
 
 # A place that cannot be written: the user's to mend, wherever it is noticed.
@@ -36,6 +37,8 @@ class _Stderr(logging.StreamHandler):
     """Writes to whatever `sys.stderr` is at the time: commands may be called one after another in one process."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and no_room(record.exc_info[1]):  # Orbax logs what it then raises
+            return
         self.stream = sys.stderr
         super().emit(record)
 
@@ -53,12 +56,20 @@ def _show_log() -> None:
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax remarks on every save without a score
 
 
+def _in_thread(otherwise: Callable, args: threading.ExceptHookArgs) -> None:
+    """A full disk that a library's thread notices (Orbax's, while a checkpoint is written) is told by who waits for it."""
+    if no_room(args.exc_value) is None:
+        otherwise(args)
+
+
 def main_guard(main: Callable[..., int | None]) -> Callable[..., int]:
     """Turn `UserError` into one line on stderr and exit code 2, and Ctrl-C into exit code 130."""
 
     @functools.wraps(main)
     def run(*args, **kwargs) -> int:
         _show_log()
+        hook = threading.excepthook
+        threading.excepthook = functools.partial(_in_thread, hook)
         try:
             return main(*args, **kwargs) or 0
         except UserError as error:
@@ -76,5 +87,7 @@ def main_guard(main: Callable[..., int | None]) -> Callable[..., int]:
             else:
                 raise
             return 2
+        finally:
+            threading.excepthook = hook
 
     return run
