@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -91,6 +92,7 @@ def main() -> None:
     args = parser.parse_args()
     if sys.platform != "linux" or os.geteuid():
         raise SystemExit("full_disk.py mounts memory disks: run it as root on Linux")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves no disk mounted
     folder = Path(tempfile.mkdtemp(prefix="full-disk-"))
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "jax_cache"))
     os.environ["BRIDGE_JAX_CACHE"] = str(folder / "cache")
