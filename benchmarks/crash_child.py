@@ -1,10 +1,11 @@
 """One training run that kills itself: the child of benchmarks/crash_matrix.py.
 
-    python benchmarks/crash_child.py --point=save --call=3 --delay=0.02 -- --config=... --workdir=...
+    python benchmarks/crash_child.py --point=save --call=3 --delay=0.02 --note=kill.json -- --config=... --workdir=...
     python benchmarks/crash_child.py --count=counts.json -- --config=... --workdir=...        # how often each point is passed
 
 `--delay` seconds after the `--call`-th entry into the point, the process gets SIGKILL from a thread of its own: nothing is tidied
-up, and whatever else is under way (a checkpoint being written, a program being compiled) is cut off with it.
+up, and whatever else is under way (a checkpoint being written, a program being compiled) is cut off with it. `--note` gets the
+point that had been entered last by then: where the kill fell.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ POINTS = {
     "rollout log": ("bridge_jax.training.metrics", "RunLog.write_rollouts"),
     "metrics": ("bridge_jax.training.metrics", "RunLog.write"),
     "save": ("bridge_jax.training.checkpoints", "Checkpoints.save"),
+    "restore": ("bridge_jax.training.checkpoints", "Checkpoints.restore"),
     "evaluation": ("bridge_jax.evaluation.run", "evaluate_sets"),
     "export": ("bridge_jax.training.loop", "export"),
 }
@@ -61,17 +63,22 @@ def main() -> int:
     parser.add_argument("--point", choices=POINTS, help="where to die")
     parser.add_argument("--call", type=int, default=1, help="at which entry")
     parser.add_argument("--delay", type=float, default=0.0, help="how many seconds later")
+    parser.add_argument("--note", type=Path, help="where to write, before dying, how far the run had come")
     parser.add_argument("--count", type=Path, help="do not die; write how often each point was entered")
     parser.add_argument("train", nargs="+", help="after --, the words of bridge_jax.train")
     args = parser.parse_args()
     counts: Counter[str] = Counter()
+    last = ""
 
     def die() -> None:
         time.sleep(args.delay)
+        if args.note:
+            args.note.write_text(json.dumps({"point": args.point, "call": args.call, "delay": args.delay, "fell": last}))
         os.kill(os.getpid(), signal.SIGKILL)
 
     def entered(point: str) -> None:
-        counts[point] += 1
+        nonlocal last
+        counts[point], last = counts[point] + 1, point
         if point == args.point and counts[point] == args.call:
             threading.Thread(target=die, daemon=True).start()
             if not args.delay:

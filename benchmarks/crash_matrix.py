@@ -1,14 +1,17 @@
-"""Kill -9 at random points of many runs: every one goes on to what the unbroken run gives, bit for bit.
+"""kill -9 at random points of many runs: what goes on afterwards is the unbroken run, bit for bit.
 
-    python benchmarks/crash_matrix.py                 # 50 runs of the mini world, 4 steps each; about an hour on 2 cores
-    python benchmarks/crash_matrix.py --world=tiny    # random models of two layers: ten minutes
-    python benchmarks/crash_matrix.py --quick         # 5 runs of the tiny world
+    python benchmarks/crash_matrix.py                          # 50 runs of the mini world
+    python benchmarks/crash_matrix.py --world=tiny --runs=10   # a random model, seconds a run
+    python benchmarks/crash_matrix.py --quick                  # 5 runs of the tiny world, no file written
 
-A run is killed one to three times, each time at a point drawn by chance (benchmarks/crash_child.py lists them) and some chance time
-after it, then goes on undisturbed. Compared with the unbroken run: every row of metrics.jsonl but for clocks and compilations,
-every rollout file, every evaluation, and the exported policy and retriever, byte for byte.
+Each run is killed once to three times at points that chance chooses among those of `crash_child.POINTS` (rollout, scoring, the
+two updates, the logs, saving, restoring, evaluation, export), at any of the calls that the run makes there, and up to half a second
+later; then the same command goes on to the end. Compared with the unbroken run: every row of metrics.jsonl without its times, every
+file of rollouts, every evaluation with its predictions and without its clocks, the checksums of all arrays of the checkpoints, the
+exported policy and retriever, byte for byte.
 
-Writes benchmarks/results/crash_matrix.json and prints it as its last line.
+Finished runs are kept in --folder, and the same command goes on after the last of them. Writes benchmarks/results/crash_matrix.json
+and prints it as its last line.
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -29,6 +31,7 @@ from pathlib import Path
 from crash_child import POINTS
 from machine import about
 
+from bridge_jax.files import write_text
 from bridge_jax.training.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent
@@ -37,9 +40,11 @@ import tiny_run  # noqa: E402
 
 RUNS, SEED = 50, 0
 LONGEST_DELAY = 0.5  # seconds from a point to the kill
+# configs/mini.py's models, passages and questions; few of the last, so that a run takes seconds.
 MINI = {
-    "train.steps": 4, "train.questions": 8, "train.eval_every": 2, "train.checkpoint_every": 1, "data.eval_limit": 8,
-    "grpo.minibatch_questions": 8, "rollout.batch_groups": 8,
+    "train.steps": 3, "train.questions": 4, "train.eval_every": 2, "train.checkpoint_every": 1, "train.log_rollouts_every": 1,
+    "data.eval": "mini/one_hop,mini/two_hop", "data.eval_limit": 4, "grpo.minibatch_questions": 4, "grpo.microbatch": 16,
+    "rollout.batch_groups": 4, "credit.max_turns": 16, "credit.minibatch": 8,
 }  # fmt: skip
 TINY = {"train.steps": 6, "train.eval_every": 2, "train.checkpoint_every": 1}
 
@@ -48,7 +53,9 @@ def words(world: str, folder: Path) -> list[str]:
     """The run's command-line words, without its workdir."""
     if world == "mini":
         return [f"--config={ROOT / 'configs' / 'mini.py'}", *(f"--config.{name}={value}" for name, value in MINI.items())]
-    path = tiny_run.write_world(folder / "world")
+    path = folder / "world" / "config.py"
+    if not path.exists():
+        tiny_run.write_world(folder / "world")
     return [f"--config={path}", *(f"--config.{name}={value}" for name, value in TINY.items())]
 
 
@@ -65,6 +72,8 @@ def result(workdir: Path) -> dict[str, object]:
     found |= {str(path.relative_to(workdir)): path.read_bytes() for path in files}
     for path in workdir.glob("eval/*.json"):
         found[path.name] = without_clocks(json.loads(path.read_text()))
+    for path in workdir.glob("checkpoints/*/position/metadata"):  # the step, and the checksum of every array, optimisers included
+        found[str(path.relative_to(workdir))] = path.read_bytes()
     return found
 
 
@@ -80,60 +89,77 @@ def differences(expected: dict, found: dict) -> list[str]:
 
 def broken_run(run: list[str], workdir: Path, counts: Counter, chance: random.Random) -> dict:
     """A run that is killed one to three times and then ends -> where it was killed, and what it came to say."""
-    kills = []
-    for _ in range(chance.choice((1, 1, 2, 3))):
-        point = chance.choice(sorted(POINTS))
+    kills, note, wanted = [], workdir.with_suffix(".kill"), chance.choice((1, 1, 2, 3))
+    while len(kills) < wanted:
+        point = chance.choice(sorted(POINTS) if kills else sorted(set(POINTS) - {"restore"}))
         call = chance.randint(1, max(counts[point], 1))
         delay = chance.choice((0.0, chance.uniform(0.0, LONGEST_DELAY)))
-        done = child(run, workdir, f"--point={point}", f"--call={call}", f"--delay={delay:.3f}")
-        if done.returncode not in (0, -signal.SIGKILL):
+        done = child(run, workdir, f"--point={point}", f"--call={call}", f"--delay={delay:.3f}", f"--note={note}")
+        if done.returncode == -signal.SIGKILL:
+            kills.append(json.loads(note.read_text()))
+        elif done.returncode:
             return {"kills": kills, "failed": (point, call, delay, done.returncode, done.stderr[-2000:])}
-        if done.returncode:
-            kills.append([point, call, round(delay, 3)])
+        elif kills:  # it had fewer such calls to make than the whole run has, and came to its end
+            break
+        else:
+            shutil.rmtree(workdir)
     done = child(run, workdir)
     return {"kills": kills} | ({"failed": (done.returncode, done.stderr[-2000:])} if done.returncode else {})
+
+
+def unbroken_run(run: list[str], folder: Path) -> tuple[dict, Counter]:
+    """-> (its result, how often each point was passed); the run is kept in the folder."""
+    counts = folder / "counts.json"
+    if not counts.exists():
+        shutil.rmtree(folder / "unbroken", ignore_errors=True)
+        done = child(run, folder / "unbroken", f"--count={counts}")
+        if done.returncode:
+            raise SystemExit(f"the unbroken run failed: {done.stderr[-2000:]}")
+    return result(folder / "unbroken"), Counter(json.loads(counts.read_text()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", choices=("mini", "tiny"), default="mini")
     parser.add_argument("--runs", type=int, default=RUNS)
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "crash_matrix")
     parser.add_argument("--quick", action="store_true", help="5 runs of the tiny world, no file written")
     args = parser.parse_args()
     world, runs = ("tiny", 5) if args.quick else (args.world, args.runs)
-    folder, chance = Path(tempfile.mkdtemp(prefix="crash-")), random.Random(SEED)
+    folder = (args.folder / world).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "jax_cache"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     if world == "tiny":
         os.environ["BRIDGE_JAX_CACHE"] = str(folder / "cache")
-    began = time.monotonic()
-    try:
-        run = words(world, folder)
-        done = child(run, folder / "unbroken", f"--count={folder / 'counts.json'}")
-        if done.returncode:
-            raise SystemExit(f"the unbroken run failed: {done.stderr[-2000:]}")
-        expected, counts = result(folder / "unbroken"), Counter(json.loads((folder / "counts.json").read_text()))
-        tried, wrong = Counter(), []
-        for number in range(runs):
-            workdir = folder / f"run{number}"
-            outcome = broken_run(run, workdir, counts, chance)
-            tried.update(point for point, _, _ in outcome["kills"])
-            differ = [] if "failed" in outcome else differences(expected, result(workdir))
-            if differ or "failed" in outcome:
-                wrong.append(outcome | {"differs": differ})
-            print(f"[{number + 1}/{runs}, {time.monotonic() - began:.0f} s] {outcome} {differ}", file=sys.stderr, flush=True)
+    run = words(world, folder)
+    expected, counts = unbroken_run(run, folder)
+    rows = []
+    for number in range(runs):
+        kept, workdir = folder / f"run{number}.json", folder / f"run{number}"
+        if not kept.exists():
             shutil.rmtree(workdir, ignore_errors=True)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+            began = time.monotonic()
+            outcome = broken_run(run, workdir, counts, random.Random(f"{SEED}/{number}"))
+            differ = [] if "failed" in outcome else differences(expected, result(workdir))
+            row = {"run": number, **outcome, "differs": differ, "seconds": round(time.monotonic() - began, 1)}
+            write_text(kept, json.dumps(row) + "\n")
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            shutil.rmtree(workdir, ignore_errors=True)
+        rows.append(json.loads(kept.read_text()))
+    kills = [kill for row in rows for kill in row["kills"]]
+    wrong = [row["run"] for row in rows if row["differs"] or "failed" in row]
     report = {
-        "machine": about(), "seed": SEED, "world": world, "runs": runs, "kills": sum(tried.values()), "kills_by_point": dict(tried),
-        "compared": len(expected), "runs_that_differ": len(wrong), "wrong": wrong, "seconds": round(time.monotonic() - began),
+        "machine": about(), "seed": SEED, "world": world, "settings": MINI if world == "mini" else TINY, "runs": runs,
+        "kills": len(kills), "kills_by_point": dict(Counter(kill["point"] for kill in kills)),
+        "kills_fell_in": dict(Counter(kill["fell"] for kill in kills)), "compared": len(expected),
+        "runs_that_differ": wrong, "seconds": round(sum(row["seconds"] for row in rows)), "rows": rows,
     }  # fmt: skip
     if not args.quick:
-        path = ROOT / "benchmarks" / "results" / "crash_matrix.json"
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report))
+        write_text(ROOT / "benchmarks" / "results" / "crash_matrix.json", json.dumps(report, indent=1) + "\n")
+    print(json.dumps({name: value for name, value in report.items() if name != "rows"}))
     if wrong:
-        raise SystemExit(f"{len(wrong)} of {runs} runs differ from the unbroken one")
+        raise SystemExit(f"{len(wrong)} of {runs} runs differ from the unbroken one: {wrong}")
 
 
 if __name__ == "__main__":

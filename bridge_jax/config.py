@@ -328,7 +328,9 @@ _CHOICES = {
 }
 _AT_LEAST = {  # smallest allowed value; numbers not named here must be >= 0
     "policy.lora_rank": 1,
+    "policy.lora_alpha": 1e-6,  # at 0 the LoRA counts for nothing, and the run would learn nothing
     "retriever.lora_rank": 1,
+    "retriever.lora_alpha": 1e-6,
     "retriever.max_length": 8,
     "rollout.shown": 1,
     "rollout.candidates": 1,
@@ -341,12 +343,14 @@ _AT_LEAST = {  # smallest allowed value; numbers not named here must be >= 0
     "grpo.group_size": 1,
     "grpo.minibatch_questions": 1,
     "grpo.microbatch": 1,
+    "grpo.grad_clip": 1e-6,  # 0 is no "off": it would take all of every gradient
     "credit.tau": 1e-6,
     "credit.likelihood_tau": 1e-6,
     "credit.golds": 1,
     "credit.period": 1,
     "credit.max_turns": 1,
     "credit.minibatch": 1,
+    "credit.grad_clip": 1e-6,
     "credit.epochs": 1,
     "credit.turns_per_batch": 1,
     "credit.pairs_at_once": 1,
@@ -374,6 +378,13 @@ _AT_LEAST = {  # smallest allowed value; numbers not named here must be >= 0
     "warmstart.batch": 1,
     "warmstart.microbatch": 1,
     "warmstart.epochs": 1,
+}
+_AT_MOST = {  # largest allowed value, where there is one
+    "grpo.clip_low": 1.0,
+    "ppo.gae_lambda": 1.0,
+    "ppo.discount": 1.0,
+    "train.seed": 2**32 - 1,
+    "train.max_fault_share": 1.0,
 }
 
 
@@ -407,6 +418,9 @@ def validate(config: ConfigDict, training: bool = True, unlike: Collection[str] 
             close = difflib.get_close_matches(str(value), _CHOICES[name], n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise UserError(f"config.{name}={value!r}: must be one of {', '.join(_CHOICES[name])}{hint}")
-        if isinstance(value, int | float) and not isinstance(value, bool) and not value >= _AT_LEAST.get(name, 0):
-            raise UserError(f"config.{name}={value!r}: must be at least {_AT_LEAST.get(name, 0)}")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            if not value >= _AT_LEAST.get(name, 0):
+                raise UserError(f"config.{name}={value!r}: must be at least {_AT_LEAST.get(name, 0)}")
+            if value > _AT_MOST.get(name, math.inf):
+                raise UserError(f"config.{name}={value!r}: must be at most {_AT_MOST[name]}")
     settings_check.check(config, training, unlike)

@@ -8,10 +8,12 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 
 # A place that cannot be written: the user's to mend, wherever it is noticed.
-_USERS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST}
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_USERS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 
 INTERRUPTED = "interrupted; run the same command again to go on"
@@ -21,12 +23,28 @@ class UserError(Exception):
     """Something the user gave is wrong. The message is one line: it names the thing and the mend."""
 
 
+def no_room(error: BaseException | None) -> str | None:
+    """What an error says of a full disk, if that is what it or its cause is about; libraries that write by themselves each have
+    their own kind of error for it (Orbax in groups, from threads; tokenizers and tensorstore with the system's words alone)."""
+    if error is None:
+        return None
+    if isinstance(error, BaseExceptionGroup):
+        return next(filter(None, map(no_room, error.exceptions)), None)
+    words = [os.strerror(number) for number in _NO_ROOM]
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return os.strerror(error.errno)
+    said = str(error)
+    return next((text for text in words if text in said), None) or no_room(error.__cause__ or error.__context__)
+
+
 class _Stderr(logging.StreamHandler):
     """Writes to whatever `sys.stderr` is at the time: commands may be called one after another in one process."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and isinstance(record.exc_info[1], KeyboardInterrupt):
             return  # Orbax, whose wait for a save was broken off, shows where; `main_guard` says what is to be said
+        if record.exc_info and no_room(record.exc_info[1]):  # Orbax logs what it then raises
+            return
         self.stream = sys.stderr
         super().emit(record)
 
@@ -44,27 +62,41 @@ def _show_log() -> None:
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax remarks on every save without a score
 
 
+def _in_thread(otherwise: Callable, args: threading.ExceptHookArgs) -> None:
+    """A full disk that a library's thread notices (Orbax's, while a checkpoint is written) is told by who waits for it."""
+    if no_room(args.exc_value) is None:
+        otherwise(args)
+
+
 def main_guard(main: Callable[..., int | None]) -> Callable[..., int]:
     """Turn `UserError` into one line on stderr and exit code 2, and Ctrl-C into exit code 130."""
 
     @functools.wraps(main)
     def run(*args, **kwargs) -> int:
         _show_log()
+        hook = threading.excepthook
+        threading.excepthook = functools.partial(_in_thread, hook)
         try:
             return main(*args, **kwargs) or 0
         except UserError as error:
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-            return 2
-        except OSError as error:
-            if error.errno not in _USERS or not error.filename:
-                raise
-            print(f"error: {error.filename}: {error.strerror}; give another place, or make room there", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             if sys.excepthook is leave_quietly:  # a process of its own: Ctrl-C once more does not wait for threads that are left
                 signal.signal(signal.SIGINT, lambda *_: os._exit(130))
             print(INTERRUPTED, file=sys.stderr, flush=True)
             return 130
+        except Exception as error:
+            where = getattr(error, "filename", None)
+            if why := no_room(error):
+                print(f"error: {where or 'the disk'}: {why}; make room there, and run the same command again", file=sys.stderr)
+            elif isinstance(error, OSError) and error.errno in _USERS and where:
+                print(f"error: {where}: {error.strerror}; give another place", file=sys.stderr)
+            else:
+                raise
+            return 2
+        finally:
+            threading.excepthook = hook
 
     return run
 

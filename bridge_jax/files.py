@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from etils import epath
 
-from bridge_jax.errors import UserError
+from bridge_jax.errors import UserError, no_room
 
 AnyPath: TypeAlias = Path | epath.Path
 CHUNK = 64 * 2**20  # bytes a request while fetching; a small one is slow over a network
@@ -85,15 +85,34 @@ def make_folder(path: AnyPath) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
+@contextlib.contextmanager
+def writing(path: AnyPath) -> Iterator[None]:
+    """Around what writes a file or folder: a full disk is a UserError that names it, whichever library notices."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        why = no_room(error)
+        if why is None:
+            raise
+        raise UserError(f"{path} cannot be written ({why}): make room there, and run the same command again to go on") from error
+
+
 def write_text(path: AnyPath, text: str) -> None:
-    """Write atomically (UTF-8), making the folder: a kill leaves the old file or the new one, never a half."""
+    """Write atomically (UTF-8), making the folder: a kill leaves the old file or the new one, never a half.
+
+    Raises:
+      UserError: the disk is full; the old file stays.
+    """
     if is_remote(path):
         path.write_bytes(text.encode("utf-8"))
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    with writing(path):
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
 
 
 def append_text(path: AnyPath, text: str) -> None:
@@ -101,7 +120,7 @@ def append_text(path: AnyPath, text: str) -> None:
     if is_remote(path):
         path.write_bytes((path.read_bytes() if path.exists() else b"") + text.encode("utf-8"))
         return
-    with path.open("a", encoding="utf-8") as file:
+    with writing(path), path.open("a", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -137,13 +156,16 @@ def _below(folder: epath.Path):
 
 
 def _fetch(source: epath.Path, target: Path) -> None:
+    # The copy gets the object's own time: this machine's clock may be any, and may jump.
     there = source.stat()
-    if target.is_file() and target.stat().st_size == there.length and target.stat().st_mtime >= (there.mtime or 0):
+    stamp = int(there.mtime or 0)
+    if target.is_file() and (target.stat().st_size, int(target.stat().st_mtime)) == (there.length, stamp):
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.{os.getpid()}.part")  # processes of one machine may fetch the same
-    with source.open("rb") as reader, part.open("wb") as writer:
+    with writing(target), source.open("rb") as reader, part.open("wb") as writer:
         shutil.copyfileobj(reader, writer, CHUNK)
+    os.utime(part, (stamp, stamp))
     os.replace(part, target)
 
 

@@ -8,7 +8,7 @@ import sys
 
 from bridge_jax import distributed
 from bridge_jax.errors import UserError, main_guard
-from bridge_jax.files import as_path, is_remote
+from bridge_jax.files import as_path, is_remote, writing
 
 EXAMPLES = """
 examples:
@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
         from bridge_jax.data.qa import load_questions
 
         queries = [question.question for question in load_questions(args.queries, limit=1000)]
-    with distributed.processes(args.distributed, args.heartbeat):
+    with distributed.processes(args.distributed, args.heartbeat), writing(args.out):
         index = _build(args, corpus, part, queries)
         if index is not None and distributed.is_main():
             print(f"{args.out}: {len(index):,} passages x {index.dim}, kind {index.kind}")

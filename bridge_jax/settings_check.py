@@ -93,9 +93,6 @@ def _refuse_policy(config: ConfigDict, method: Method) -> None:
         raise UserError(f"config.grpo.dual_clip={grpo.dual_clip!r}: must be above 1, or 0 for none")
     if config.ppo.value_clip <= 0:
         raise UserError(f"config.ppo.value_clip={config.ppo.value_clip!r}: must be above 0")
-    for name in ("gae_lambda", "discount"):
-        if config.ppo[name] > 1:
-            raise UserError(f"config.ppo.{name}={config.ppo[name]!r}: must be at most 1")
     if ppo and method.trains_retriever:
         raise UserError(
             f"config.policy.algorithm=ppo: method {config.method.name} trains the retriever, whose credit is GRPO's advantage: use "

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "SECURITY.md"])
 
 
 def test_the_configuration_page_is_the_one_that_is_generated(monkeypatch):

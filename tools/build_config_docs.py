@@ -81,7 +81,9 @@ def page() -> str:
 def _row(field: str, name: str, default: object, words: str) -> str:
     choices = () if name == "method.name" else configuration._CHOICES.get(name, ())
     least = configuration._AT_LEAST.get(name, 0) if isinstance(default, int | float) and not isinstance(default, bool) else 0
-    allowed = ", ".join(map(str, choices)) or (f"at least {least:g}" if least else "")
+    most = configuration._AT_MOST.get(name)
+    bounds = [f"at least {least:g}"] * bool(least) + [f"at most {most}"] * (most is not None)
+    allowed = ", ".join((*map(str, choices), *bounds))
     value = ",".join(map(str, default)) or "()" if isinstance(default, tuple) else str(default) or '""'
     words = "" if words == " | ".join(choices) else words
     cells = (f"`{field}`", f"`{value}`", allowed, words.replace("|", "\\|").replace("<", "&lt;"))

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from bridge_jax.data.formats import Question
 from bridge_jax.errors import UserError
-from bridge_jax.files import write_text
+from bridge_jax.files import write_text, writing
 
 Sets = Mapping[str, Sequence[Question]]
 
@@ -124,8 +124,9 @@ class Store:
         now = time.monotonic()
         record = record | {"seconds": now - self._last}
         self._last = now
-        self._file.write(json.dumps({"set": name, "record": record}, ensure_ascii=False) + "\n")
-        self._file.flush()
+        with writing(self.parts):
+            self._file.write(json.dumps({"set": name, "record": record}, ensure_ascii=False) + "\n")
+            self._file.flush()
         self._known[name][record["id"]] = record
 
     def missing(self) -> int:

@@ -23,6 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from bridge_jax.errors import UserError
+from bridge_jax.files import writing
 from bridge_jax.mesh import tree_path
 
 SHIPPED = ("mini-policy", "mini-encoder")  # models of the mini world, in the package
@@ -330,7 +331,7 @@ def _write_safetensors(path: Path, entries: Mapping[str, tuple[np.dtype, tuple[i
     text += b" " * (-len(text) % 8)  # readers want aligned data
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    with open(part, "wb") as file:
+    with writing(path), open(part, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for value in values:
             file.write(np.ascontiguousarray(value).view(np.uint8).data)

@@ -13,10 +13,14 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
 from bridge_jax.errors import UserError
-from bridge_jax.files import AnyPath, absolute
+from bridge_jax.files import AnyPath, absolute, writing
 from bridge_jax.mesh import put
 from bridge_jax.objectives.bilevel import BridgeState
 from bridge_jax.training.checksums import checksums
+
+# Seconds that a save may take: Orbax asks the machine's clock, which jumps when it is set, or when the machine was asleep.
+# Directories are made before a save returns: it would wait for them by that clock, and with a limit that cannot be set.
+PATIENCE = ocp.options.AsyncOptions(timeout_secs=10 * 365 * 86_400, create_directories_asynchronously=False)
 
 
 def _score(metrics: dict) -> float:
@@ -68,6 +72,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=managers.AnyPreservationPolicy([managers.LatestN(n=keep), best]),
             best_fn=_score,  # without it, scores are not written
+            async_options=PATIENCE,
             create=not read_only,
             read_only=read_only,
             cleanup_tmp_directories=not read_only,
@@ -91,17 +96,21 @@ class Checkpoints:
 
         Returns when the state is copied to the host (and the save before is whole): the files are written meanwhile. With several
         processes all must call it; each writes its own parts.
+
+        Raises:
+          UserError: the disk is full (found now, or while the save before was written); the older checkpoints stay.
         """
         items = _items(state)
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                **{name: ocp.args.StandardSave(tree) for name, tree in items.items()},
-                position=ocp.args.JsonSave({"step": step, "checksums": checksums(items)}),
-                metadata=ocp.args.JsonSave(self.fingerprint),
-            ),
-            metrics=None if score is None else {"score": float(score)},
-        )
+        with writing(self.folder):
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    **{name: ocp.args.StandardSave(tree) for name, tree in items.items()},
+                    position=ocp.args.JsonSave({"step": step, "checksums": checksums(items)}),
+                    metadata=ocp.args.JsonSave(self.fingerprint),
+                ),
+                metrics=None if score is None else {"score": float(score)},
+            )
 
     def restore(self, step: int, like: BridgeState) -> BridgeState:
         """The saved state in the shapes, dtypes and shardings of `like` (arrays or abstract), on whatever mesh they name.
@@ -154,8 +163,9 @@ class Checkpoints:
         )
 
     def wait(self) -> None:
-        """Block until the last save is whole on disk."""
-        self._manager.wait_until_finished()
+        """Block until the last save is whole on disk. Raises as `save`."""
+        with writing(self.folder):
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
         self.wait()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from bridge_jax.files import written_locally
+from bridge_jax.files import writing, written_locally
 from bridge_jax.models import e5, pocket_models, qwen2
 from bridge_jax.models.lora import merge_lora, save_peft
 from bridge_jax.objectives.bilevel import BridgeState
@@ -27,9 +27,9 @@ def export(workdir: Path, config: ConfigDict, assets: Assets, state: BridgeState
         params = merge_lora(assets.base_params, state.policy, adapter)
     else:
         params = state.policy
-    with written_locally(workdir / "policy") as folder:
+    with writing(workdir / "policy"), written_locally(workdir / "policy") as folder:
         qwen2.save(folder, assets.policy, params, assets.tokenizer)
-    with written_locally(workdir / "retriever") as folder:
+    with writing(workdir / "retriever"), written_locally(workdir / "retriever") as folder:
         if method_of(config).trains_encoder:
             e5.save(folder, assets.tower)
             return

@@ -30,7 +30,7 @@ _compiled = 0.0
 def _listen(event: str, seconds: float, **_) -> None:
     global _compiled
     if event in _COMPILING:
-        _compiled += seconds
+        _compiled += max(seconds, 0.0)  # jax reads the machine's clock, which may be set meanwhile
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)
@@ -57,11 +57,12 @@ class Clock:
 
     def seconds(self) -> dict[str, float]:
         """All laps, and the whole."""
+        whole = time.monotonic() - self._start
         return {
             **self._laps,
             "time/wait": distributed.waited() - self._waited_before,
-            "time/compile": compiled() - self._compiled_before,
-            "time/step": time.monotonic() - self._start,
+            "time/compile": min(compiled() - self._compiled_before, whole),
+            "time/step": whole,
         }
 
 

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bridge_jax.errors import UserError
-from bridge_jax.files import AnyPath, absolute, append_text, as_path, delete_folder, write_text
+from bridge_jax.files import AnyPath, absolute, append_text, as_path, delete_folder, write_text, writing
 from bridge_jax.mesh import batch_sharding, batch_ways
 from bridge_jax.models.qwen2 import Qwen2, unembed
 from bridge_jax.objectives.logprobs import token_logps
@@ -246,7 +246,8 @@ class StateSaver:
         return self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
 
     def save(self, step: int, state: SFTState) -> None:
-        self._manager.save(step, args=ocp.args.StandardSave(state))
+        with writing(self._folder):
+            self._manager.save(step, args=ocp.args.StandardSave(state))
 
     def close(self) -> None:
         self._manager.wait_until_finished()

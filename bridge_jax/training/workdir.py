@@ -69,7 +69,11 @@ def exclusive(workdir: AnyPath) -> Iterator[None]:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:  # also where there can be no folder at all, as below /proc
         raise UserError(f"--workdir={workdir}: the folder cannot be made ({error.strerror}): give another one") from error
-    with (workdir / ".lock").open("w") as file:
+    try:
+        file = (workdir / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"--workdir={workdir}: cannot be written ({error.strerror}): give another one") from error
+    with file:
         _lock(file, fcntl.LOCK_EX, workdir)
         yield
 

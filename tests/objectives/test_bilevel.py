@@ -379,6 +379,29 @@ def test_warm_up_and_clip():
     np.testing.assert_allclose(sizes, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0], rtol=1e-4)
 
 
+@pytest.mark.parametrize("spike", [1e6, -1e18, 1e30])
+def test_a_spike_costs_one_step_of_the_rates_size(spike):
+    """Down a bowl; one gradient of another order in between. Beyond what float32 can square, it is skipped as not finite."""
+    optimizer = make_optimizer(OptimizerConfig(lr=0.01))
+
+    def descend(spiked):
+        x, state, path = jnp.array([1.0, -1.0, 1.0]), optimizer.init(jnp.zeros(3)), []
+        for step in range(200):
+            gradient = 0.1 * x
+            if spiked and step == 20:
+                gradient = jnp.full(3, spike)
+            x, state, _, skipped = guarded_update(optimizer, gradient, state, x, True)
+            path.append(np.asarray(x))
+            assert skipped == (spiked and step == 20 and abs(spike) > 1e19)
+        return np.stack(path)
+
+    calm, shaken = descend(False), descend(True)
+    np.testing.assert_array_equal(calm[:20], shaken[:20])
+    steps = np.abs(np.diff(shaken, axis=0))
+    assert steps.max() < 0.04  # a few times the rate, as AdamW's first moment forgets
+    assert np.abs(shaken[-1]).max() < 0.1
+
+
 def test_guarded_update_keeps_the_optimiser_too():
     optimizer = make_optimizer(OptimizerConfig(lr=1.0))
     params = {"x": jnp.ones(3)}

@@ -7,10 +7,11 @@ from etils.epath import backend, gpath, stat_utils
 
 
 class ObjectStore(backend.Backend):
-    """objects: {"gs://bucket/name": bytes}. writes: names, in order."""
+    """objects: {"gs://bucket/name": bytes}. times: of the last change, 0 where none is given. writes: names, in order."""
 
     def __init__(self):
         self.objects: dict[str, bytes] = {}
+        self.times: dict[str, int] = {}
         self.writes: list[str] = []
 
     def install(self, monkeypatch) -> None:
@@ -55,7 +56,7 @@ class ObjectStore(backend.Backend):
     def stat(self, path):
         if path not in self.objects:
             raise FileNotFoundError(path)
-        return stat_utils.StatResult(False, len(self.objects[path]), 0)
+        return stat_utils.StatResult(False, len(self.objects[path]), self.times.get(path, 0))
 
     def _refuse(self, *args, **kwargs):
         raise NotImplementedError("an object store has neither folders nor renames")

@@ -146,8 +146,12 @@ def test_a_folder_is_fetched_once_and_again_when_it_changes(bucket, tmp_path):
     bucket.objects |= {"gs://bucket/index/manifest.json": b"{}", "gs://bucket/index/scann/a.npy": b"12345"}
     folder = files.local_copy("gs://bucket/index", tmp_path)
     assert (folder / "manifest.json").read_bytes() == b"{}" and (folder / "scann/a.npy").read_bytes() == b"12345"
-    (folder / "manifest.json").write_bytes(b"[]")  # of the same size: taken for the same
-    assert files.local_copy("gs://bucket/index", tmp_path) == folder and (folder / "manifest.json").read_bytes() == b"[]"
+    bucket.objects["gs://bucket/index/manifest.json"] = b"[]"  # of the same size and time: taken for the same
+    assert files.local_copy("gs://bucket/index", tmp_path) == folder and (folder / "manifest.json").read_bytes() == b"{}"
+    for change in (1_700_000_000, 1_700_000_007):  # long before this machine's clock, which does not count
+        bucket.objects["gs://bucket/index/manifest.json"] = text = b"%02d" % (change % 100)
+        bucket.times["gs://bucket/index/manifest.json"] = change
+        assert (files.local_copy("gs://bucket/index", tmp_path) / "manifest.json").read_bytes() == text
     bucket.objects["gs://bucket/index/scann/a.npy"] = b"123456"
     assert (files.local_copy("gs://bucket/index", tmp_path) / "scann/a.npy").read_bytes() == b"123456"
     bucket.objects["gs://bucket/wiki.jsonl"] = b"{}\n"

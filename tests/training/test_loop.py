@@ -1,10 +1,15 @@
 """Whole runs in this process: training in full, a method without a retriever update, the best checkpoint, several devices."""
 
+import itertools
 import json
 import os
+import random
+import re
 import shutil
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -18,7 +23,7 @@ from bridge_jax.models import e5, qwen2
 from bridge_jax.models.lora import load_peft
 from bridge_jax.retrieval.retriever import RetrievalFault, Retriever
 from bridge_jax.training.checkpoints import Checkpoints
-from bridge_jax.training.loop import _refuse_lost_checkpoints
+from bridge_jax.training.loop import Loop, _refuse_lost_checkpoints
 from bridge_jax.training.metrics import read_metrics
 from bridge_jax.training.session import open_session
 from bridge_jax.training.workdir import exclusive, written_field
@@ -34,6 +39,18 @@ def world(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("BRIDGE_JAX_CACHE", str(tmp_path_factory.getbasetemp() / "loop-cache"))
+
+
+@pytest.fixture
+def mad_clock(monkeypatch):
+    """The machine's clock is set forward and back, by a day or a year, whenever it is looked at."""
+    real, jumps = (time.time, time.time_ns), random.Random(0)
+
+    def jump():
+        return jumps.choice((-1, 1)) * jumps.choice((60, 86_400, 31_536_000))
+
+    monkeypatch.setattr(time, "time", lambda: real[0]() + jump())
+    monkeypatch.setattr(time, "time_ns", lambda: real[1]() + jump() * 10**9)
 
 
 def run(world, workdir, *overrides):
@@ -59,8 +76,13 @@ def test_vt_search_in_full_moves_the_policy_alone(world, tmp_path, capsys):
     assert all(not np.asarray(factors["b"]).any() for factors in lora["layers"].values())
 
 
-def test_bridge_exports_what_its_last_checkpoint_holds(world, tmp_path):
+def test_bridge_exports_what_its_last_checkpoint_holds(world, tmp_path, mad_clock, capsys):
     rows = run(world, tmp_path)
+    for row in rows:
+        assert not {name: value for name, value in row.items() if name.startswith(("time/", "goodput/")) and not 0 <= value < 1000}
+        assert sum(row[f"goodput/{name}"] for name in ("compile", "evaluation", "useful")) < 1.2
+    said = re.findall(r"ETA (\d+):", capsys.readouterr().err)
+    assert len(said) >= 6 and set(said) == {"0"}  # hours
     assert rows[0]["gap/logp_max"] < 1e-5
     assert all(row["rollout/prefill_ratio"] == 1.0 for row in rows)
     assert rows[-1]["rollout/compilations"] == 0
@@ -121,6 +143,23 @@ def test_best_checkpoint_outlives_newer_ones(world, tmp_path):
     checkpoints.close()
 
 
+def test_a_checkpoint_is_saved_whatever_the_clock_does(tmp_path, monkeypatch):
+    """Each look at the clock finds it a week later: what waits by it, waits no longer."""
+    from bridge_jax.objectives.bilevel import BridgeState
+
+    real, looks = time.time, itertools.count()
+    tree = {"x": jax.numpy.arange(3.0)}
+    state = BridgeState(jax.numpy.int32(1), tree, {"m": tree}, tree, {"m": tree}, jax.random.key(0))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2, fingerprint={})
+    monkeypatch.setattr(time, "time", lambda: real() + 604_800 * next(looks))
+    checkpoints.save(1, state)
+    checkpoints.save(2, state)
+    checkpoints.close()
+    assert next(looks) > 10
+    again = Checkpoints(tmp_path / "checkpoints", keep=2, fingerprint={}, read_only=True)
+    assert float(again.restore(2, state).policy["x"][2]) == 2.0
+
+
 # In full training AdamW makes steps of the rate's size out of gradients that are zero but for rounding: a small rate.
 FULL = ["--config.method.name=two_state", "--config.policy.trainable=full", "--config.grpo.lr=1e-5"]
 
@@ -162,8 +201,30 @@ def test_a_prompt_that_is_too_long_costs_its_own_rollouts_only(world, tmp_path):
 
 
 def test_a_step_in_which_nobody_searches(world, tmp_path):
+    """All are cut off, so the groups are all equal: advantages are 0, and nothing is divided by their spread."""
     rows = run(world, tmp_path, "--config.rollout.max_new_tokens=1", "--config.train.steps=1")
     assert rows[0]["rollout/searches"] == 0 and rows[0]["credit/turns"] == 0
+    assert rows[0]["rollout/truncated"] == rows[0]["reward/zero_advantage_groups"] == 1
+    assert all(np.isfinite(value) for value in rows[0].values())
+    assert rows[0]["policy/skipped_updates"] == 0 and rows[0]["policy/loss"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize(("gap", "warned"), [(0.0, False), (9e-4, False), (2e-3, True), (float("nan"), True), (float("inf"), True)])
+def test_the_alarm_of_sampler_and_trainer(gap, warned):
+    said, this = [], SimpleNamespace(_gap_limit=1e-3, _skipped=0, config=configuration.default())
+    this._count_skipped = lambda row: Loop._count_skipped(this, row)
+    Loop.check(this, 3, {"gap/logp_max": gap}, SimpleNamespace(say=said.append))
+    assert len(said) == warned and all("step 3: the sampler's and the trainer's log-probs differ" in text for text in said)
+
+
+def test_updates_that_are_not_finite_stop_the_run_when_they_come_in_a_row():
+    this = SimpleNamespace(_gap_limit=1e-3, _skipped=0, config=configuration.default())
+    this._count_skipped = lambda row: Loop._count_skipped(this, row)
+    bad, good = {"retriever/skipped_updates": 2.0}, {"policy/skipped_updates": 0.0}
+    for step, row in enumerate([bad, bad, good, bad, bad], start=1):
+        Loop.check(this, step, row, None)
+    with pytest.raises(configuration.UserError, match="step 6: non-finite gradients in 3 steps in a row; the newest checkpoint"):
+        Loop.check(this, 6, bad, None)
 
 
 def test_a_run_stops_when_too_many_searches_fail(world, tmp_path, monkeypatch, capsys):

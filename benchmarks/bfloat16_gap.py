@@ -1,0 +1,86 @@
+"""How far the sampler's log-probs are from the trainer's over 100 steps, in bfloat16 and in float32, and whether the alarm is kept.
+
+    python benchmarks/bfloat16_gap.py            # two runs of 100 steps of the mini world, minutes; goes on if stopped
+    python benchmarks/bfloat16_gap.py --quick    # 3 steps, no file written
+
+The sampler reads a growing cache token by token, the trainer packed rows at once: the same numbers up to rounding, of which
+bfloat16 has more. An importance ratio is exp of the difference, so a run warns in every step whose largest difference
+(`gap/logp_max`) is above a limit that depends on the dtype (`training.loop.GAP_LIMIT`). Measured before the step's first update.
+
+Writes benchmarks/results/bfloat16_gap.json and .png and prints the former without its rows as its last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import plots
+from machine import about
+
+from bridge_jax.files import write_text
+from bridge_jax.training.loop import GAP_LIMIT
+from bridge_jax.training.metrics import read_metrics
+
+ROOT = Path(__file__).parent.parent
+STEPS = 100
+SETTINGS = {
+    "train.questions": 8, "train.eval_every": 0, "train.checkpoint_every": 10, "train.log_rollouts_every": 0, "data.eval_limit": 20,
+    "grpo.minibatch_questions": 8, "rollout.batch_groups": 8, "credit.max_turns": 64, "train.max_skipped_updates": 1,
+}  # fmt: skip
+
+
+def train(dtype: str, steps: int, workdir: Path) -> list[dict]:
+    """The rows of metrics.jsonl of a run, which is made or finished first."""
+    settings = SETTINGS | {"policy.compute_dtype": dtype, "train.steps": steps}
+    command = [sys.executable, "-m", "bridge_jax.train", f"--config={ROOT / 'configs' / 'mini.py'}", f"--workdir={workdir}"]
+    done = subprocess.run([*command, *(f"--config.{name}={value}" for name, value in settings.items())], cwd=ROOT)
+    if done.returncode:
+        raise SystemExit(f"the {dtype} run failed")
+    return read_metrics(workdir / "metrics.jsonl")
+
+
+def summary(rows: list[dict], limit: float) -> dict:
+    largest, mean = (np.array([row[f"gap/logp_{kind}"] for row in rows]) for kind in ("max", "mean"))
+    rewards = [row["reward/mean"] for row in rows]
+    return {
+        "steps": len(rows), "limit": limit, "largest": float(largest.max()), "median_of_largest": float(np.median(largest)),
+        "mean": float(mean.mean()), "steps_above_the_limit": int((largest > limit).sum()),
+        "first_ten_largest": float(largest[:10].max()), "last_ten_largest": float(largest[-10:].max()),
+        "skipped_updates": sum(row["policy/skipped_updates"] + row["retriever/skipped_updates"] for row in rows),
+        "reward_first_ten": float(np.mean(rewards[:10])), "reward_last_ten": float(np.mean(rewards[-10:])),
+        "seconds": round(sum(row["time/wall"] for row in rows)),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "bfloat16_gap")
+    parser.add_argument("--quick", action="store_true", help="3 steps, no file written")
+    args = parser.parse_args()
+    steps, folder = (3, args.folder / "quick") if args.quick else (STEPS, args.folder)
+    rows = {dtype: train(dtype, steps, (folder / dtype).absolute()) for dtype in GAP_LIMIT}
+    report = {
+        "machine": about(), "world": "mini", "settings": SETTINGS,
+        **{dtype: summary(found, GAP_LIMIT[dtype]) for dtype, found in rows.items()},
+    }  # fmt: skip
+    print(json.dumps(report))
+    if args.quick:
+        return
+    out = ROOT / "benchmarks" / "results" / "bfloat16_gap"
+    curves = {
+        f"{kind}, {dtype}": [row[f"gap/logp_{kind}"] for row in found] for dtype, found in rows.items() for kind in ("max", "mean")
+    }
+    limits = {f"alarm, {dtype}": [limit] * steps for dtype, limit in GAP_LIMIT.items()}
+    write_text(out.with_suffix(".json"), json.dumps(report | {"rows": curves}, indent=1) + "\n")
+    at = list(range(1, steps + 1))
+    panel = {label: (at, values) for label, values in (curves | limits).items()}
+    plots.lines(out.with_suffix(".png"), {"sampler against trainer": panel}, "step", "difference of log-probs", logy=True)
+
+
+if __name__ == "__main__":
+    main()
