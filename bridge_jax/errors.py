@@ -8,12 +8,19 @@ import logging
 import sys
 from collections.abc import Callable
 
+from bridge_jax.terminal import visible
+
 # A place that cannot be written: the user's to mend, wherever it is noticed.
 _USERS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST}
 
 
 class UserError(Exception):
     """Something the user gave is wrong. The message is one line: it names the thing and the mend."""
+
+
+def one_line(error: Exception) -> str:
+    """What a terminal is told of an error, which may quote a file or a server."""
+    return " ".join(visible(str(error)).split())
 
 
 class _Stderr(logging.StreamHandler):
@@ -46,7 +53,7 @@ def main_guard(main: Callable[..., int | None]) -> Callable[..., int]:
         try:
             return main(*args, **kwargs) or 0
         except UserError as error:
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"error: {one_line(error)}", file=sys.stderr)
             return 2
         except OSError as error:
             if error.errno not in _USERS or not error.filename:

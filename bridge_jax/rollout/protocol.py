@@ -34,6 +34,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from bridge_jax.data.prompts import control_tokens
+
 SEARCH_OPEN, SEARCH_CLOSE = "<search>", "</search>"
 ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
 INFORMATION_OPEN, INFORMATION_CLOSE = "<information>", "</information>"
@@ -153,8 +155,7 @@ def encode(tokenizer, text: str) -> list[int]:
 @functools.lru_cache(maxsize=8)
 def _special_tokens(tokenizer) -> tuple[frozenset[int], tuple[str, ...]]:
     """(ids that text must never turn into, their literal spellings, longest first)."""
-    spelled = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    spelled |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens))
+    spelled = control_tokens(tokenizer) | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens))
     # An unknown word is <unk> by right; only the literal spelling of <unk> is rewritten.
     return frozenset(spelled) - {tokenizer.unk_token_id}, tuple(sorted(set(spelled.values()), key=len, reverse=True))
 

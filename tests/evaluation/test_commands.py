@@ -489,23 +489,28 @@ def test_ask_names_what_is_wrong(taught, tmp_path, capsys):
 
 
 def test_view_of_odd_episodes(taught):
-    """Titles that look like markup, a search that did not fit any more, corrective and fault texts, no answer."""
+    """Markup and a terminal's commands in every text from outside, a search that did not fit any more, texts of the environment."""
     import test_aggregate as made
 
-    corpus = [Passage(f"p{n}", f"[bold]Title {n}[/bold]", "text") for n in range(10)]
+    sly = "\x1b]52;c;cm0=\x07\x9b2J\u202e\b"
+    corpus = [Passage(f"[/p]{n}{sly}", f"[bold]Title {n}[/bold]{sly}", f"text{sly}") for n in range(10)]
     late = dataclasses.replace(made.turn(1, 2, 3), shown=0, error="the observation did not fit into the context")
     odd = dataclasses.replace(made.episode(answer=None, status="context_full", turns=[made.turn(4, 5, 6), late]))
     odd.trace = [
-        ("generated", "<think> [red] </think><search> q </search>"),
-        ("information", "Doc [1]"),
+        ("generated", f"<think> [red]{sly} </think><search> q </search>"),
+        ("information", f"Doc [1]{sly}"),
         ("corrective", "Say [more]"),
-        ("fault", "index [down]"),
-        ("generated", "<search> q"),
+        ("fault", f"index [down]{sly}"),
+        ("generated", f"<search> q{sly}"),
     ]
-    console = Console(width=120, file=io.StringIO())
+    console = Console(width=160, file=io.StringIO())
     ask_view.show(console, odd, corpus, 1.0)
+    ask_view.show(console, dataclasses.replace(odd, answer=f"a{sly}"), corpus, 1.0)
+    ask_view.show_documents(console, odd.turns[0], corpus, 1.0)
     text = console.file.getvalue()
+    assert not set(text) & set(sly) - set("]52;c;cm0=2J") and "\ufffd]52;c" in text
     for part in (
+        "[/p]4\ufffd",
         "[bold]Title 4[/bold]",
         "[red]",
         "Doc [1]",
