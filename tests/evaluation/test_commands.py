@@ -16,7 +16,7 @@ from bridge_jax import ask, evaluate, warmstart
 from bridge_jax.data.prompts import build_prompt
 from bridge_jax.data.qa import load_questions
 from bridge_jax.errors import UserError
-from bridge_jax.evaluation import ask_session, ask_view, run, store
+from bridge_jax.evaluation import ask_session, ask_view, command, run, store
 from bridge_jax.evaluation.run import evaluate_sets, evaluation_engine, load_sets
 from bridge_jax.models import hub
 from bridge_jax.models.lora import init_lora
@@ -272,6 +272,32 @@ def test_an_endpoint_answers_with_our_retriever(taught, capsys, monkeypatch, tmp
     assert [row["prediction"] for row in result["predictions"]["towns"]] == ["Oslo"] * 3
     assert result["settings"]["endpoint"]["model"] == "some/model" and result["endpoint"]["requests"] == 2
     assert result["datasets"]["towns"]["searches"] == 1.0 and result["step"] is None
+
+
+def test_a_dry_run_tries_everything_but_the_model(taught, capsys, monkeypatch, tmp_path):
+    """No policy is opened; each question is searched for, answered with the best passage's title, stored, summed up; killed, it
+    goes on."""
+    monkeypatch.setattr(command, "open_session", lambda *given: pytest.fail("a model was opened"))
+    config = f"--config={taught.world.path}"
+    flags = [config, f"--workdir={tmp_path}", "--dry-run"]
+    for number in (1, 0):
+        assert evaluate.main([*flags, f"--shard={number}/2"]) == 0
+    out = capsys.readouterr().out
+    assert "this shard is done" in out and "no model: these are not results" in out
+    [path] = (tmp_path / "eval").glob("*.json")
+    result = json.loads(path.read_text())
+    assert path.name.startswith("dry-run_towns") and result["settings"]["policy"] == {"model": "dry-run"}
+    questions = list(load_questions(taught.world.config.data.eval[0]))
+    assets = taught.world.assets
+    best = assets.retriever.search([question.question for question in questions], 1).rows[:, 0]
+    rows = result["predictions"]["towns"]
+    assert [row["prediction"] for row in rows] == [assets.corpus[row].title for row in best]
+    assert [row["id"] for row in rows] == [question.id for question in questions]
+    assert all(row["status"] == "answered" and row["turns"][0]["query"] == row["question"] for row in rows)
+    assert result["datasets"]["towns"]["n"] == len(questions) and result["datasets"]["towns"]["recall@3"] > 0
+    assert evaluate.main([*flags, "--datasets=nowhere"]) == 2
+    assert evaluate.main([*flags, "--config.index.folder=/nowhere"]) == 2 and "no index at /nowhere" in capsys.readouterr().err
+    assert evaluate.main([*flags, "--endpoint=http://x/v1"]) == 2 and "--dry-run" in capsys.readouterr().err
 
 
 def test_medrag_over_two_corpora(taught, capsys, monkeypatch, tmp_path):
