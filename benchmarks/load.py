@@ -58,7 +58,7 @@ def serve(args, hostile: bool) -> dict:
 
     folder = args.work / f"served-{args.encoder}-{args.passages}"
     build = [*COMMAND, "bridge_jax.index", "--corpus=embedded", f"--encoder={args.encoder}", f"--out={folder}"]
-    subprocess.run([*build, f"--limit={args.passages}", "--kind=exact", "--max-length=128"], check=True, cwd=ROOT)
+    subprocess.run([*build, f"--limit={args.passages}", "--kind=exact", "--max-length=64"], check=True, cwd=ROOT)
     queries = [question.question for question in load_questions("embedded/hotpotqa", "train")[:QUERIES]]
     seconds = args.minutes * 60
     log = args.work / f"server{'-hostile' * hostile}.log"
@@ -73,7 +73,7 @@ def serve(args, hostile: bool) -> dict:
         with watch.Watch(server.pid, min(5.0, seconds / 20)) as seen:
             clients.run()
             time.sleep(7)  # connections that are kept open end after 5 seconds
-        after = watch.look(server.pid)
+        after, still = watch.look(server.pid), watch.opened(server.pid)
         alive = after is not None and server.poll() is None
         server.send_signal(signal.SIGTERM)
         code = server.wait(60)
@@ -89,7 +89,7 @@ def serve(args, hostile: bool) -> dict:
         "other clients": dict(clients.hostile), "requests per second": round(len(took) / seconds, 1),
         "latency p50": percentile(took, 0.5), "latency p99": percentile(took, 0.99), "latency most": percentile(took, 1.0),
         "memory": watch.growth(under, "t", (seconds / 10, seconds * 3 / 10), (seconds * 9 / 10, seconds + 1)),
-        "open files": {"idle": idle["files"], "most": max(s["files"] for s in under), "after": after and after["files"]},
+        "open files": {"idle": idle["files"], "most": max(s["files"] for s in under), "after": still},
         "threads": {"idle": idle["threads"], "most": max(s["threads"] for s in under), "after": after and after["threads"]},
         "alive": alive, "exit code": code, "tracebacks": text.count("Traceback"), "lines logged": text.count("\n"),
         "series": watch.thinned(seen.samples, ("t", "rss", "anon", "files", "threads")),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,6 +23,16 @@ def look(pid: int) -> dict | None:
     except (OSError, KeyError):
         return None
     return sizes | {"files": files, "threads": int(status["Threads"])}
+
+
+def opened(pid: int) -> dict[str, int]:
+    """What kinds of files a process has open: socket, pipe, anon_inode, or a path's last part."""
+    kinds: Counter = Counter()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            name = os.readlink(link)
+            kinds[name.partition(":")[0] if name[:1] != "/" else name.rpartition("/")[2]] += 1
+    return dict(kinds)
 
 
 class Watch:

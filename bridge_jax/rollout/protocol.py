@@ -49,6 +49,8 @@ RETRY = (
     f"{ANSWER_CLOSE}. Let me try again.\n"
 )
 
+# Of a title, a passage or a tool's reply more is never shown: one of a megabyte must not take a second each time it is found.
+MOST_CHARACTERS = 1 << 16
 # Wider than the exact tags on purpose: "< / Answer >" reads as a tag to a language model too.
 _BRACKET = re.compile(r"(<(?=(?:\s*/)?\s*(?:think|search|information|answer)\b))|[<>]", re.IGNORECASE)
 # What shows nothing and what some tokenizers drop: control characters, and Unicode's Default_Ignorable_Code_Point.
@@ -113,8 +115,11 @@ def inert(text: str) -> str:
     text = _without_tags(text)
     if text.isprintable() and text.isascii():
         return text
-    folded = unicodedata.normalize("NFKC", _INVISIBLE.sub("", text))
-    return text if (clean := _without_tags(folded)) == folded else clean
+    for keeps in (True, False):  # a tokenizer may fold alone, or fold and drop
+        folded = unicodedata.normalize("NFKC", text if keeps else _INVISIBLE.sub("", text))
+        if (clean := _without_tags(folded)) != folded:
+            text = clean
+    return text
 
 
 def _without_tags(text: str) -> str:
@@ -138,7 +143,8 @@ def _without_tags(text: str) -> str:
 
 def render_document(number: int, passage: PassageLike) -> str:
     """``Doc 1(Title: ...) text`` on one line, inert. Line breaks go: a passage must not start a document of its own."""
-    return inert(" ".join(f"Doc {number}(Title: {passage.title}) {passage.text}".split()))
+    title, text = passage.title[:MOST_CHARACTERS], passage.text[:MOST_CHARACTERS]
+    return inert(" ".join(f"Doc {number}(Title: {title}) {text}".split()))
 
 
 def render_information(passages: Sequence[PassageLike]) -> str:
@@ -207,7 +213,7 @@ def render_corrective(message: str, tokenizer) -> Observation:
 def render_reply(text: str, tokenizer, max_tokens: int) -> Observation:
     """A tool's text in the frame of an observation, inert, cut at its end to `max_tokens` in all."""
     opening, closing = _frame(tokenizer)
-    body = encode_untrusted(tokenizer, inert(text))[: max_tokens - len(opening) - len(closing)]
+    body = encode_untrusted(tokenizer, inert(text[:MOST_CHARACTERS]))[: max_tokens - len(opening) - len(closing)]
     return Observation(np.asarray([*opening, *body, *closing], np.int32))
 
 
