@@ -54,9 +54,17 @@ MOST_CHARACTERS = 1 << 16
 # Wider than the exact tags on purpose: "< / Answer >" reads as a tag to a language model too.
 _BRACKET = re.compile(r"(<(?=(?:\s*/)?\s*(?:think|search|information|answer)\b))|[<>]", re.IGNORECASE)
 # What shows nothing and what some tokenizers drop: control characters, and Unicode's Default_Ignorable_Code_Point.
-_INVISIBLE = re.compile(
-    "[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
-    "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+_UNSEEN = (
+    "\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
+    "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
+)
+_INVISIBLE = re.compile(f"[{_UNSEEN}]")
+# A tag, whichever of what shows nothing a tokenizer drops.
+_HIDDEN = re.compile(
+    rf"<(?:[{_UNSEEN}\s]*/)?[{_UNSEEN}\s]*(?:"
+    + "|".join(f"[{_UNSEEN}]*".join(name) for name in ("think", "search", "information", "answer"))
+    + rf")(?:\b|[{_UNSEEN}])",
+    re.IGNORECASE,
 )
 
 
@@ -115,11 +123,10 @@ def inert(text: str) -> str:
     text = _without_tags(text)
     if text.isprintable() and text.isascii():
         return text
-    for keeps in (True, False):  # a tokenizer may fold alone, or fold and drop
-        folded = unicodedata.normalize("NFKC", text if keeps else _INVISIBLE.sub("", text))
-        if (clean := _without_tags(folded)) != folded:
-            text = clean
-    return text
+    folded = unicodedata.normalize("NFKC", text)
+    if not _HIDDEN.search(folded):
+        return text
+    return _without_tags(unicodedata.normalize("NFKC", _INVISIBLE.sub("", folded)))
 
 
 def _without_tags(text: str) -> str:
