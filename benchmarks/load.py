@@ -160,7 +160,15 @@ def build(args) -> dict:
 
     began = time.monotonic()
     with (args.work / "index.log").open("a") as errors:
-        command = [*COMMAND, "bridge_jax.index", f"--corpus={corpus}", f"--encoder={encoder}", f"--out={out}", "--max-length=32"]
+        command = [
+            *COMMAND,
+            "bridge_jax.index",
+            f"--corpus={corpus}",
+            f"--encoder={encoder}",
+            f"--out={out}",
+            "--max-length=32",
+            "--batch-tokens=16384",
+        ]
         process = subprocess.Popen(command, cwd=ROOT, stderr=errors, stdout=subprocess.DEVNULL,
                                    env=os.environ | {"BRIDGE_JAX_CACHE": str(args.work / "cache")})  # fmt: skip
         with watch.Watch(process.pid, 0.5 if args.rows < 200_000 else 2.0, stage) as seen:
