@@ -67,12 +67,13 @@ def serve(args, hostile: bool) -> dict:
         server = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=errors)
     try:
         host, port = re.search(r"http://([\d.]+):(\d+)", server.stdout.readline()).groups()
+        time.sleep(2)  # it has said its address, and opens its loop
         idle = watch.look(server.pid)
         share = {"hang_up": args.clients // 10, "rubbish": args.clients // 20} if hostile else {}
         clients = Clients((host, int(port)), queries, args.clients, seconds, args.think, **share)
         with watch.Watch(server.pid, min(5.0, seconds / 20)) as seen:
             clients.run()
-            time.sleep(7)  # connections that are kept open end after 5 seconds
+            time.sleep(2)  # the clients have closed their connections
         after, still = watch.look(server.pid), watch.opened(server.pid)
         alive = after is not None and server.poll() is None
         server.send_signal(signal.SIGTERM)
