@@ -6,8 +6,9 @@
     python benchmarks/fuzz.py --quick                 # some thousand, no file written
 
 Inputs are made by chance (seeded) of a target's own words, of what is nasty everywhere (`fuzz_words.py`), and of the inputs in
-tests/fuzz_corpus, changed a little. What must hold of each is in `fuzz_targets.py`. An input that breaks a promise, or takes longer
-than SLOW seconds of the processor, is made as short as it can be and added to the corpus, which the tests replay; the exit code is then 1.
+tests/fuzz_corpus, changed a little. What must hold of each is in `fuzz_targets.py`. An input that breaks a promise, or takes more
+than SLOW seconds of the processor, is made as short as it can be and added to the corpus, which the tests replay; the exit code is
+then 1.
 
 Writes benchmarks/results/fuzz.json, which keeps the runs of other seeds, and prints it as its last line.
 """
