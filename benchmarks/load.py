@@ -169,6 +169,7 @@ def build(args) -> dict:
             f"--out={out}",
             "--max-length=32",
             "--batch-tokens=16384",
+            f"--kind={args.kind}",
         ]
         process = subprocess.Popen(command, cwd=ROOT, stderr=errors, stdout=subprocess.DEVNULL,
                                    env=os.environ | {"BRIDGE_JAX_CACHE": str(args.work / "cache")})  # fmt: skip
@@ -178,7 +179,7 @@ def build(args) -> dict:
     encoding = stages["encoding"]
     tenth = args.rows / 10
     return {
-        "rows": args.rows, "dimensions": 32, "exit code": code, "seconds": round(time.monotonic() - began),
+        "rows": args.rows, "dimensions": 32, "kind": args.kind, "exit code": code, "seconds": round(time.monotonic() - began),
         "busy machine": args.busy, "encoder": "one layer of E5's architecture, 8 words a passage",
         "stages": {
             name: {"seconds": round(found[-1]["t"] - found[0]["t"]), "anon MB at most": round(max(s["anon"] for s in found))}
@@ -359,6 +360,7 @@ def main() -> int:
     parser.add_argument("--encoder", default="minilm-l6-v2")
     parser.add_argument("--passages", type=at_least(40), default=4000)
     parser.add_argument("--rows", type=at_least(1000), default=5_000_000)
+    parser.add_argument("--kind", choices=("scann", "exact"), default="scann", help="of the index")
     parser.add_argument("--questions", type=at_least(100), default=50_000)
     parser.add_argument("--steps", type=at_least(6), default=60)
     parser.add_argument("--busy", action="store_true", help="note that other work ran on the machine: times mean little then")
