@@ -278,10 +278,10 @@ def train(args) -> dict:
         ]
         done = subprocess.run([*command, *fields], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         steps = [json.loads(line) for line in told.read_text().splitlines()]
-    late = (args.steps - min(10, args.steps // 3) + 1, args.steps + 1)
-    early = (11, 21) if args.steps >= 30 else (2, 4)
+    made = steps[-1]["step"]  # a SIGTERM to the run ends it in order
+    late, early = (made - min(10, made // 3) + 1, made + 1), (11, 21) if made >= 30 else (2, 4)
     return {
-        "steps": args.steps, "exit code": done.returncode, "busy machine": args.busy,
+        "steps": made, "exit code": done.returncode, "busy machine": args.busy,
         "memory": watch.growth(steps, "step", early, late),
         "arrays": watch.growth(steps, "step", early, late, "arrays"),
         "array MB": watch.growth(steps, "step", early, late, "array_mb"),
