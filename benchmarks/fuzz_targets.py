@@ -102,31 +102,52 @@ def check_inert(text: str) -> None:
     assert not tags(shown) and not tags(folded(shown)), shown
     assert protocol.inert(shown) == shown
     if not tags(text) and not tags(folded(text)) and text.isascii():
-        assert shown == text or any(c < " " for c in text)
+        assert shown == text or any(c < " " or c == "\x7f" for c in text)
     if text.isascii() and text.isprintable():
         assert len(shown) == len(text)
         assert all(a == b or (a, b) in (("<", "("), (">", ")")) for a, b in zip(text, shown))
 
 
+CHATS = {
+    "qwen": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n",
+    "llama": (
+        "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}<|eot_id|>"
+        "{% endfor %}<|start_header_id|>assistant<|end_header_id|>\n\n"
+    ),
+}
+
+
 @functools.cache
-def tokenizers() -> list:
-    """The mini world's, and bytes with ChatML's special tokens and template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+def tokenizer_like(family: str):
+    """Bytes, with the added tokens of a published family (`fuzz_words.FAMILIES`) and its kind of chat template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    special, others = words.FAMILIES[family]
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in others])
+    qwen = family.startswith("qwen")
+    ends = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"} if qwen else {"eos_token": "<|eot_id|>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **ends)
+    tokenizer.chat_template = CHATS["qwen" if qwen else "llama"]
+    return tokenizer
+
+
+@functools.cache
+def tokenizers() -> list:
     from bridge_jax.models.qwen2 import load_tokenizer
 
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *letters])}, []))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    chat = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=["<|im_start|>"]
-    )
-    chat.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-    )
-    return [chat, load_tokenizer("mini-policy")]
+    return [tokenizer_like("qwen3"), tokenizer_like("llama3"), load_tokenizer("mini-policy")]
+
+
+@functools.cache
+def control_ids(tokenizer) -> frozenset[int]:
+    """All that is added but the protocol's tags, and but the unknown word, which is nothing special."""
+    tags = {f"<{slash}{name}>" for name in words.NAMES for slash in ("", "/")}
+    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.content not in tags}
+    return frozenset(added | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id}
 
 
 def check_observation(text: str) -> None:
@@ -134,7 +155,7 @@ def check_observation(text: str) -> None:
     title, _, body = text.partition("|")
     passage, limit = passages.Passage("1", title, body), 40 + len(text) % 200
     for tokenizer in tokenizers():
-        forbidden = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+        forbidden = control_ids(tokenizer)
         for seen in (
             protocol.render_observation([passage, passage], tokenizer, limit).tokens,
             protocol.render_reply(text, tokenizer, limit).tokens,
@@ -152,7 +173,7 @@ def check_observation(text: str) -> None:
 def check_prompt(text: str) -> None:
     """A question brings no special token into the prompt."""
     for tokenizer in tokenizers():
-        special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+        special = control_ids(tokenizer)
         plain, asked = ([i for i in build_prompt(q, tokenizer).tolist() if i in special] for q in ("x", text))
         assert plain == asked, asked
 

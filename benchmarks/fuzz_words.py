@@ -10,7 +10,28 @@ COMMON = [
 ]
 TAGS = [f"<{slash}{name}>" for name in NAMES for slash in ("", "/")]
 TAGS += ["<", ">", "</", "< /", "sea", "rch", "<SEARCH", "ANSWER >", "／", "＜", "＞"]
-SPECIAL = ["<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|im_", "end|>", "system\n", "[PAD]", "<s>", "</s>", "<unk>"]
+# What the published tokenizers add to their words: special tokens, and those that they do not call special.
+_QWEN = [
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>",
+    "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
+]
+_CODE = ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]
+_LLAMA = [
+    "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>",
+    "<|python_tag|>", "<|finetune_right_pad_id|>", *(f"<|reserved_special_token_{i}|>" for i in range(248)),
+]
+FAMILIES = {
+    "qwen2.5": (_QWEN, ["<tool_call>", "</tool_call>", *_CODE]),
+    "qwen3": (
+        _QWEN, ["<tool_call>", "</tool_call>", *_CODE, "<tool_response>", "</tool_response>", "<think>", "</think>"],
+    ),
+    "llama3": (_LLAMA, []),
+}
+SPECIAL = [
+    "<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|im_", "end|>", "system\n", "[PAD]", "<s>", "</s>", "<unk>", "<tool_call>",
+    "</tool_response>", "<|fim_prefix|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>",
+    "<|reserved_special_token_7|>", "<|", "|>",
+]
 ANSWERS = [
     "a", "an", "the", "The ", "A", ".", "'", "-", "_", " ", "U.S.", "yes", "no", "noanswer", "|", "7", "é", "a\u0301",
 ]

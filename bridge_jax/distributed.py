@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from bridge_jax.errors import UserError
+from bridge_jax.errors import UserError, one_line
 
 T = TypeVar("T")
 
@@ -154,7 +154,7 @@ def _leave(error: BaseException) -> None:
             "start all of them again with the same command to go on from the newest checkpoint"
         )
     if isinstance(error, UserError):
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
     else:
         sys.excepthook(type(error), error, error.__traceback__)
     sys.stdout.flush()

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import requests
 
+from bridge_jax.addresses import checked_address
 from bridge_jax.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -64,11 +65,10 @@ class Endpoint:
         temperature: float = 0.0, price: tuple[float, float] | None = None, cache: Path | None = None,
         first_wait: float = FIRST_WAIT,
     ):  # fmt: skip
-        if not url.startswith(("http://", "https://")):
-            raise UserError(f"--endpoint={url}: must begin with http:// or https://, such as http://localhost:8000/v1")
+        url = checked_address(url, "--endpoint", "http://localhost:8000/v1")
         if concurrency < 1:
             raise UserError(f"--concurrency={concurrency}: must be at least 1")
-        self.url, self.model, self.concurrency, self.retries = url.rstrip("/"), model, concurrency, retries
+        self.url, self.model, self.concurrency, self.retries = url, model, concurrency, retries
         self.timeout, self.temperature, self.price, self.first_wait = timeout, temperature, price, first_wait
         self.totals: Counter = Counter()
         self._key = key or None
@@ -153,7 +153,7 @@ class Endpoint:
                     if said is not None:
                         self._answered_once = True
                         return said
-                    why, asked_for = f"an answer that is no chat completion: {answer.text[:120]!r}", None
+                    why, asked_for = f"an answer that is no chat completion: {self._hidden(answer.text)[:120]!r}", None
                 elif answer.status_code in RETRIED:
                     why, asked_for = f"status {answer.status_code}", answer.headers.get("Retry-After")
                 elif self._other_limit(answer):

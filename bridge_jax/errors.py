@@ -11,6 +11,8 @@ import sys
 import threading
 from collections.abc import Callable
 
+from bridge_jax.terminal import visible
+
 # A place that cannot be written: the user's to mend, wherever it is noticed.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _USERS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
@@ -35,6 +37,11 @@ def no_room(error: BaseException | None) -> str | None:
         return os.strerror(error.errno)
     said = str(error)
     return next((text for text in words if text in said), None) or no_room(error.__cause__ or error.__context__)
+
+
+def one_line(error: Exception) -> str:
+    """What a terminal is told of an error, which may quote a file or a server."""
+    return " ".join(visible(str(error)).split())
 
 
 class _Stderr(logging.StreamHandler):
@@ -79,7 +86,7 @@ def main_guard(main: Callable[..., int | None]) -> Callable[..., int]:
         try:
             return main(*args, **kwargs) or 0
         except UserError as error:
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"error: {one_line(error)}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             if sys.excepthook is leave_quietly:  # a process of its own: Ctrl-C once more does not wait for threads that are left

@@ -24,6 +24,7 @@ EXAMPLES = """Examples:
   python -m bridge_jax.evaluate --workdir=runs/pocket
   python -m bridge_jax.evaluate --config=configs/pocket.py --workdir=runs/pocket --datasets=embedded/musique --limit=50
   python -m bridge_jax.evaluate --workdir=runs/pocket --checkpoint=start      (before RL: the warm-started policy)
+  python -m bridge_jax.evaluate --workdir=runs/pocket --dry-run               (without a model: is everything there?)
   python -m bridge_jax.evaluate --workdir=runs/b --against=runs/a             (question by question)
   python -m bridge_jax.evaluate --config=configs/pocket.py --workdir=runs/base --checkpoint=start --config.policy.warmstart= \\
       --baseline=react
@@ -53,6 +54,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--context-tokens", type=int, metavar="N", help="of a baseline: what a search may show")
     parser.add_argument("--corpora", default="", metavar="A,B", help="search these instead of config.index.corpus, as one")
     parser.add_argument("--encoders", default="", metavar="A,B", help="with these instead of config.retriever.encoder, fused")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="without a model: check questions, index and folder first (docs/evaluation.md)"
+    )
     parser.add_argument("--against", metavar="RUN", help="a result file, or a run's folder: compare question by question")
     parser.add_argument("--shard", metavar="P/N", help="answer questions p, p + n, ...; the shard that ends last writes the result")
     parser.add_argument("--name", metavar="NAME", help="of the result file (default: step, sets, split, limit)")
@@ -102,6 +106,10 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--limit={args.limit}: must be at least 0")
     if args.context_tokens is not None and args.context_tokens < 0:
         raise UserError(f"--context-tokens={args.context_tokens}: must be at least 0 (0: no limit)")
+    if args.dry_run and args.endpoint:
+        raise UserError("--dry-run asks no model: leave out --endpoint, or --dry-run")
+    if args.dry_run:
+        args.baseline = args.baseline or "rag"
     if args.baseline:
         baseline_of(args.baseline)
     elif args.endpoint:

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 TOKEN = "BRIDGE_JAX_SERVE_TOKEN"
 STOP_SECONDS = 30  # given to requests under way when the server is told to stop
+IDLE_SECONDS = 75  # a connection is kept open for the next request: longer than most clients and balancers keep theirs
 EXAMPLES = """
 examples:
   python -m bridge_jax.serve --index indexes/wiki --port 8000
@@ -84,7 +85,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"serving {len(service.corpus):,} passages at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
         for number in (signal.SIGINT, signal.SIGTERM):  # the server stops at them by itself, and raises them again when it has
             signal.signal(number, lambda *_: None)
-        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_SECONDS, backlog=2048)
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, backlog=2048, timeout_graceful_shutdown=STOP_SECONDS,
+            timeout_keep_alive=IDLE_SECONDS,
+        )  # fmt: skip
         uvicorn.Server(config).run(sockets=[listener])
     return 0
 

@@ -14,6 +14,9 @@ import numpy as np
 from bridge_jax.data.formats import Question
 from bridge_jax.errors import UserError
 
+_BRACKETED = re.compile(r"<[^<>]+>")
+_TAG = re.compile(r"</?(?:think|search|information|answer)>")
+
 STYLES = {
     "search_r1": (
         "Answer the question below. Reason inside <think> and </think> first, and again each time you have read something new. "
@@ -77,10 +80,21 @@ def harmless(text: str, tokenizer) -> str:
     """
     if not text.isascii():
         text = text.encode("utf-8", "replace").decode()
-    for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
-        if token.special and len(token.content) > 1 and token.content in text:
-            text = text.replace(token.content, f"{token.content[0]} {token.content[1:]}")
+    for spelling in control_tokens(tokenizer).values():
+        if len(spelling) > 1 and spelling in text:
+            text = text.replace(spelling, f"{spelling[0]} {spelling[1:]}")
     return text
+
+
+def control_tokens(tokenizer) -> dict[int, str]:
+    """{id: spelling} of what steers a model: special tokens, and those that the tokenizer only calls added but that stand in angle
+    brackets, such as Qwen's <tool_response> and <|fim_prefix|>. The protocol's own tags are text, even where they are one token."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {
+        i: token.content
+        for i, token in added.items()
+        if token.special or (_BRACKETED.fullmatch(token.content) and not _TAG.fullmatch(token.content))
+    }
 
 
 def _shorten(text: str) -> str:

@@ -15,7 +15,7 @@ from rich.text import Text
 from bridge_jax.data.cache import cache_dir
 from bridge_jax.data.prompts import build_prompt
 from bridge_jax.data.qa import Question
-from bridge_jax.errors import UserError
+from bridge_jax.errors import UserError, one_line
 from bridge_jax.evaluation import ask_view
 from bridge_jax.rollout.rows import Episode
 from bridge_jax.training.session import Session
@@ -65,7 +65,7 @@ class Asking:
         prompt = build_prompt(question, assets.tokenizer, config.rollout.prompt, max_tokens=config.rollout.max_prompt_tokens)
         stream = ask_view.Stream(self.console, assets.corpus, config.credit.tau, assets.engine.decode)
         if show and repeat:
-            self.console.print(Text("question  ", style="bold") + Text(question))
+            self.console.print(Text("question  ", style="bold") + ask_view.plain(question))
         key = self.key if not self.asked else jax.random.fold_in(self.key, self.asked)
         self.asked += 1
         [self.last], _ = assets.engine.run(
@@ -126,7 +126,7 @@ def converse(asking: Asking, as_json: bool) -> int:
                     print(asking.json(), flush=True)
         except UserError as error:
             refused += 1
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+            print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
         except KeyboardInterrupt:
             if not typed:
                 raise

@@ -13,9 +13,15 @@ from rich.text import Text
 from bridge_jax.retrieval.corpus import Corpus
 from bridge_jax.rollout import protocol
 from bridge_jax.rollout.rows import Episode, Row, Turn
+from bridge_jax.terminal import visible
 
 _STYLES = {"think": "italic", "search": "bold cyan", "information": "dim", "answer": "bold green"}
 _BLOCK = re.compile(r"<(think|search|information|answer)>.*?(?:</\1>|$)", re.DOTALL)
+
+
+def plain(text: str, style: str = "") -> Text:
+    """Text from outside: no markup, and nothing that a terminal would obey."""
+    return Text(visible(text), style)
 
 
 def probabilities(scores: np.ndarray, tau: float) -> np.ndarray:
@@ -76,11 +82,11 @@ class Stream:
         self._trace(episode.trace, episode.turns, 0)
         for turn in episode.turns[self._turns :]:
             self._console.print(_table(turn, self._corpus, self._tau))
-            self._console.print(Text(turn.error or "", style="yellow"))
+            self._console.print(plain(turn.error or "", "yellow"))
         if episode.answer is None:
             self._console.print(Text(f"no answer ({episode.status.replace('_', ' ')})", style="bold red"))
         else:
-            self._console.print(Text("answer  ", style="bold") + Text(episode.answer, style="bold green"))
+            self._console.print(Text("answer  ", style="bold") + plain(episode.answer, "bold green"))
 
     def _trace(self, trace: Sequence[tuple[str, str]], turns: Sequence[Turn], start: int) -> None:
         for kind, text in trace[self._parts :]:
@@ -90,10 +96,10 @@ class Stream:
                 self._written, self._over = 0, start
             elif kind == "information":
                 self._console.print(_table(turns[self._turns], self._corpus, self._tau))
-                self._console.print(Text(text.strip(), style="dim"))
+                self._console.print(plain(text.strip(), "dim"))
                 self._turns += 1
             else:
-                self._console.print(Text(text.strip(), style={"fault": "bold red", "tool": "dim"}.get(kind, "yellow")))
+                self._console.print(plain(text.strip(), {"fault": "bold red", "tool": "dim"}.get(kind, "yellow")))
             self._parts += 1
 
     def _generated(self, text: str) -> None:
@@ -106,7 +112,7 @@ class Stream:
 
 def show(console: Console, episode: Episode, corpus: Corpus, tau: float) -> None:
     """Print the question, the trace with a table behind each search, and the answer at the end."""
-    console.print(Text("question  ", style="bold") + Text(episode.question.question))
+    console.print(Text("question  ", style="bold") + plain(episode.question.question))
     Stream(console, corpus, tau, lambda tokens: "").end(episode)
 
 
@@ -114,30 +120,29 @@ def show_documents(console: Console, turn: Turn, corpus: Corpus, tau: float) -> 
     """The passages of a search: in whole where the policy was shown them, else as far as a line goes."""
     for found in documents(turn, corpus, tau):
         style = "bold" if found["shown"] else "dim"
-        console.print(Text(f"{found['rank']}  {found['title']}", style) + Text(f"  ({found['id']}, p {found['p']:.3f})", "dim"))
+        console.print(plain(f"{found['rank']}  {found['title']}", style) + plain(f"  ({found['id']}, p {found['p']:.3f})", "dim"))
         if found["shown"]:
-            console.print(Text(f"{found['text']}\n"))
+            console.print(plain(f"{found['text']}\n"))
         else:
-            console.print(Text(found["text"], "dim"), no_wrap=True, overflow="ellipsis")
+            console.print(plain(found["text"], "dim"), no_wrap=True, overflow="ellipsis")
 
 
 def _colour(text: str) -> Text:
-    coloured = Text(text)
+    coloured = plain(text)
     for match in _BLOCK.finditer(text):
         coloured.stylize(_STYLES[match[1]], *match.span())
     return coloured
 
 
 def _table(turn: Turn, corpus: Corpus, tau: float) -> Table:
-    table = Table(title=Text(f"search: {turn.query}"), title_justify="left", title_style="cyan", box=None, padding=(0, 2, 0, 0))
+    table = Table(title=plain(f"search: {turn.query}"), title_justify="left", title_style="cyan", box=None, padding=(0, 2, 0, 0))
     for name in ("", "rank", "score", "p"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("id", no_wrap=True)
     table.add_column("title")
     for found in documents(turn, corpus, tau):
-        cells = ("*" if found["shown"] else "", str(found["rank"]), f"{found['score']:.3f}", f"{found['p']:.3f}", found["id"])
-        # Text, not str: a title in square brackets is no markup
-        table.add_row(*cells, Text(found["title"]), style="bold" if found["shown"] else "dim")
+        cells = "*" if found["shown"] else "", str(found["rank"]), f"{found['score']:.3f}", f"{found['p']:.3f}"
+        table.add_row(*cells, plain(found["id"]), plain(found["title"]), style="bold" if found["shown"] else "dim")
     table.caption = Text(f"* shown to the policy; p = softmax(score / {tau:g}) over the {len(turn.rows)} candidates")
     table.caption_justify = "left"
     return table

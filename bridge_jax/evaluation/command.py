@@ -18,15 +18,21 @@ from bridge_jax.data.corpora import SHIPPED
 from bridge_jax.errors import UserError
 from bridge_jax.evaluation import aggregate, mirage, paired, provenance, sources
 from bridge_jax.evaluation.baselines import baseline_of
+from bridge_jax.evaluation.driver import Driver
+from bridge_jax.evaluation.sources import DRY_RUN
 from bridge_jax.evaluation.store import Store, find_result, parts_folder, read_result
 from bridge_jax.evaluation.table import against_table, medical_table, results_table
 from bridge_jax.retrieval.progress import track
+from bridge_jax.rollout.generators import DryGenerator, EndpointGenerator
 from bridge_jax.training.assets import refuse_strange_corpus
 from bridge_jax.training.session import open_session
 
 
 def evaluate(args: argparse.Namespace, config: ConfigDict, specs: Sequence[str], sets, name: str) -> tuple[Path, dict | None]:
-    """Answer the questions that have no record yet -> (result file, result), or (the parts, None) while other shards work."""
+    """Answer the questions that have no record yet -> (result file, result), or (the parts, None) while other shards work.
+
+    The result's predictions are without `store.LONG` where this call has written them; the file has them whole.
+    """
     folder = Path(args.workdir) / "eval"
     baseline = baseline_of(args.baseline) if args.baseline else None
     searches = baseline is None or baseline.may_search
@@ -36,11 +42,14 @@ def evaluate(args: argparse.Namespace, config: ConfigDict, specs: Sequence[str],
         config.index.corpus, config.index.folder = corpora[0], ""
     if searches:
         _refuse_strange_corpus(config, specs, sets)
-    client = session = None
+    client = session = generator = None
     shard = args.shard or (jax.process_index(), jax.process_count())
     if args.endpoint:
         name = args.name or f"{_slug(args.model or '')}_{name}"
         client = endpoint.from_flags(args, parts_folder(folder, name) / f"requests.{shard[0]}of{shard[1]}.jsonl")
+        generator = EndpointGenerator(client)
+    elif args.dry_run:
+        name, generator = args.name or f"dry-run_{name}", DryGenerator()
     else:
         session = open_session(config, args.workdir, args.checkpoint)
         name = args.name or f"step_{session.step:06d}_{name}"
@@ -48,15 +57,15 @@ def evaluate(args: argparse.Namespace, config: ConfigDict, specs: Sequence[str],
             if session.step:
                 raise UserError(f"--encoders={args.encoders}: the run has trained {config.retriever.encoder}: name that one first")
             session = dataclasses.replace(session, retriever_lora=None)  # untrained, and of another encoder
-    own = searches and (client is not None or corpora or encoders)
+    own = searches and (session is None or corpora or encoders)
     search = sources.open_search(config, corpora, encoders) if own else None
     if baseline is None:
         answerer, answered = sources.agent(session, config, search)
     else:
-        limits = sources.limits_of(config, baseline, args.context_tokens, client is not None)
+        limits = sources.limits_of(config, baseline, args.context_tokens, generator is not None)
         answered = provenance.of_baseline(baseline, limits)
-        if client is not None:
-            answerer = sources.baseline_of_endpoint(client, search, baseline, limits)
+        if generator is not None:
+            answerer = Driver(baseline, generator, search.retriever if search else None, limits)
         else:
             answerer = sources.baseline_of_policy(session, config, search, baseline, limits)
     parts = {"session": session, "search": search, "endpoint": client, "candidates": answerer.k, "searches": searches}
@@ -87,8 +96,8 @@ def evaluate(args: argparse.Namespace, config: ConfigDict, specs: Sequence[str],
         if client is not None:
             result["endpoint"] = client.spent()
         result |= aggregate.result(records, answerer.k, config.train.seed)
+        write_mirage(store.result_path, result["settings"], {name: store.whole(name) for name in store.sets})
         path = store.write(result)
-    write_mirage(path, result)
     return path, result
 
 
@@ -116,20 +125,21 @@ def answer_pending(store: Store, answerer) -> int:
     return outages
 
 
-def write_mirage(path: Path, result: Mapping) -> list[Path]:
+def write_mirage(path: Path, settings: Mapping, predictions: Mapping) -> list[Path]:
     """The multiple-choice predictions in MIRAGE's layout, in the folder <result>.mirage."""
-    settings = result["settings"]
     llm = settings["endpoint"]["model"] if "endpoint" in settings else settings["policy"]["model"]
     found, search = settings["retriever"], None
     if found:
         names = ("+".join(Path(one["name"]).name.removesuffix(".jsonl") for one in found[part]) for part in ("corpora", "encoders"))
         search = (settings["limits"]["shown"], *names)
-    return mirage.write(path.with_suffix(".mirage"), result["predictions"], llm, search)
+    return mirage.write(path.with_suffix(".mirage"), predictions, llm, search)
 
 
 def show(console: Console, result: Mapping) -> None:
     settings = result["settings"]
     who = settings["endpoint"]["model"] if "endpoint" in settings else f"{result['checkpoint']} checkpoint, step {result['step']}"
+    if settings.get("policy") == DRY_RUN:
+        who = "dry run (no model: these are not results)"
     how = f"baseline {settings['baseline']}" if settings["baseline"] else "search protocol"
     console.print(results_table(result, title=f"{who}, {how}, greedy"))
     if any("accuracy" in row for row in result["datasets"].values()):

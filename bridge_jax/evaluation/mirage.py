@@ -9,16 +9,17 @@ option as "A"; ours counts it as wrong. Its accuracy is therefore higher by the 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 SPLITS = {"medmcqa": "dev"}  # the others: test
 
 
 def write(
-    folder: Path, predictions: Mapping[str, Sequence[Mapping]], llm: str, search: tuple[int, str, str] | None = None
+    folder: Path, predictions: Mapping[str, Iterable[Mapping]], llm: str, search: tuple[int, str, str] | None = None
 ) -> list[Path]:
     """Write the multiple-choice predictions.
 
@@ -30,14 +31,16 @@ def write(
       One folder a set.
     """
     written = []
-    for records in predictions.values():
-        if not records or "choice" not in records[0]:
+    for each in predictions.values():
+        records = iter(each)
+        first = next(records, None)
+        if first is None or "choice" not in first:
             continue
         kind = [f"rag_{search[0]}", *_parts(llm), _part(search[1]), _part(search[2])] if search else ["cot", *_parts(llm)]
-        place = Path(folder, records[0]["dataset"], *kind)
+        place = Path(folder, first["dataset"], *kind)
         place.mkdir(parents=True, exist_ok=True)
-        split = SPLITS.get(records[0]["dataset"], "test")
-        for record in records:
+        split = SPLITS.get(first["dataset"], "test")
+        for record in itertools.chain([first], records):
             path = place / f"{split}_{_part(record['id'])}.json"
             path.write_text(json.dumps([_answer(record)]), encoding="utf-8")
         written.append(place)

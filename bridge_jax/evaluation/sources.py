@@ -17,11 +17,12 @@ from bridge_jax.evaluation.fusion import FusedRetriever
 from bridge_jax.evaluation.run import Agent, evaluation_engine
 from bridge_jax.files import as_path
 from bridge_jax.retrieval.retriever import Retriever
-from bridge_jax.rollout.generators import EndpointGenerator, PolicyGenerator
+from bridge_jax.rollout.generators import PolicyGenerator
 from bridge_jax.training import assets as run_assets
 from bridge_jax.training.search import open_corpus, open_retriever
 from bridge_jax.training.session import Session
 
+DRY_RUN = {"model": "dry-run"}  # who answers it, in the settings
 TEMPLATE_TOKENS = 256  # more than the words of any baseline around the question
 
 
@@ -51,16 +52,16 @@ def open_search(config: ConfigDict, corpora: Sequence[str], encoders: Sequence[s
     return Search(groups[0][0] if single else FusedRetriever(groups), groups)
 
 
-def limits_of(config: ConfigDict, baseline: Baseline, context_tokens: int | None, endpoint: bool) -> Limits:
+def limits_of(config: ConfigDict, baseline: Baseline, context_tokens: int | None, unlimited: bool) -> Limits:
     """What a baseline may read and write, from the configuration.
 
-    context_tokens of a search: as given; else for an endpoint no limit, and for our own policy what the configuration allows one
-    search, in proportion to the passages that the baseline shows.
+    context_tokens of a search: as given; else without a limit (`unlimited`: no policy of ours reads it), and for our own policy
+    what the configuration allows one search, in proportion to the passages that the baseline shows.
     """
     r = config.rollout
     shown = baseline.shown or r.shown
     if context_tokens is None:
-        context_tokens = 0 if endpoint else r.max_observation_tokens * -(-shown // r.shown)
+        context_tokens = 0 if unlimited else r.max_observation_tokens * -(-shown // r.shown)
     return Limits(r.max_searches, shown, max(r.candidates, shown), r.max_new_tokens, context_tokens, r.max_passage_tokens)
 
 
@@ -91,10 +92,6 @@ def baseline_of_policy(session: Session, config: ConfigDict, search: Search | No
     return Driver(baseline, generator, search.retriever if search else assets.retriever, limits, lora=session.retriever_lora)
 
 
-def baseline_of_endpoint(endpoint: Endpoint, search: Search | None, baseline: Baseline, limits: Limits) -> Driver:
-    return Driver(baseline, EndpointGenerator(endpoint), search.retriever if search else None, limits)
-
-
 def settings(
     args: argparse.Namespace, config: ConfigDict, sets, answered: dict, *, session: Session | None, search: Search | None,
     endpoint: Endpoint | None, candidates: int, searches: bool,
@@ -110,5 +107,7 @@ def settings(
     }
     if endpoint is not None:
         return found | {"endpoint": endpoint.describe()}
+    if session is None:
+        return found | {"policy": DRY_RUN}
     assets, where = session.assets, (as_path(args.workdir), args.checkpoint, session.step)
     return found | {"policy": provenance.of_policy(config, assets.policy_fingerprint, assets.tokenizer, *where)}

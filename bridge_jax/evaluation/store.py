@@ -7,6 +7,9 @@
 
 Shards may run at the same time, on one machine or on several that share the folder; whoever finishes the last question writes the
 result. How many shards there are is no setting: a run begun with eight goes on with one.
+
+In memory a record is its numbers alone: what was searched, read and written (LONG) stays in the parts, and is copied from there
+into the result line by line.
 """
 
 from __future__ import annotations
@@ -19,12 +22,14 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from bridge_jax.data.formats import Question
 from bridge_jax.errors import UserError
 from bridge_jax.files import write_text, writing
 
 Sets = Mapping[str, Sequence[Question]]
+LONG = ("trace", "turns", "question", "golds", "gold_passage_ids", "options")
 
 
 def parts_folder(folder: Path, name: str) -> Path:
@@ -68,7 +73,9 @@ class Store:
         self.parts = parts_folder(folder, name)
         self.settings = json.loads(json.dumps(settings))  # as it will be read back
         self.sets, self.shard = sets, shard
-        self._known: dict[str, dict[str, dict]] = {name: {} for name in sets}
+        self._known: dict[str, dict[str, dict]] = {name: {} for name in sets}  # set -> id -> the record without LONG
+        self._places: dict[str, dict[str, tuple[Path, int]]] = {name: {} for name in sets}  # set -> id -> file, byte
+        self._ends: dict[Path, int] = {}  # of what has been read of each file
         self._last = time.monotonic()
         self._file = None
 
@@ -89,8 +96,8 @@ class Store:
             refuse_change(json.loads(path.read_text(encoding="utf-8")), self.settings, self.parts)
         else:
             write_text(path, json.dumps(self.settings, ensure_ascii=False, indent=1) + "\n")
-        own = self.parts / f"predictions.{self.shard[0]}of{self.shard[1]}.jsonl"
-        with own.open("a", encoding="utf-8") as self._file:
+        self._own = own = self.parts / f"predictions.{self.shard[0]}of{self.shard[1]}.jsonl"
+        with own.open("ab") as self._file:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -101,18 +108,31 @@ class Store:
             yield self
 
     def _read(self) -> None:
+        """What has come to the files since the last time."""
         for path in sorted(self.parts.glob("predictions.*.jsonl")):
-            for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-                try:
-                    row = json.loads(line)
-                    name, record = row["set"], row["record"]
-                    id = record["id"]
-                except (ValueError, KeyError, TypeError) as error:
-                    raise UserError(
-                        f"{path}, line {number}: is no prediction ({error}); delete the line, it is made again"
-                    ) from None
-                if name in self._known:
-                    self._known[name][id] = record
+            at = self._ends.get(path, 0)
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:  # gone: another shard has written the result
+                file.seek(at)
+                for line in file:
+                    if not line.endswith(b"\n"):  # another shard is writing it
+                        break
+                    try:
+                        row = json.loads(line)
+                        name, record, _ = row["set"], row["record"], row["record"]["id"]
+                    except (ValueError, KeyError, TypeError) as error:
+                        file.seek(0)
+                        number = file.read(at).count(b"\n") + 1
+                        raise UserError(
+                            f"{path}, line {number}: is no prediction ({error}); delete the line, it is made again"
+                        ) from None
+                    if name in self._known:
+                        self._keep(name, record, path, at)
+                    at += len(line)
+            self._ends[path] = at
+
+    def _keep(self, name: str, record: Mapping, path: Path, at: int) -> None:
+        self._known[name][record["id"]] = {key: value for key, value in record.items() if key not in LONG}
+        self._places[name][record["id"]] = path, at
 
     def pending(self, name: str) -> list[Question]:
         """The questions of this shard without a record."""
@@ -124,10 +144,13 @@ class Store:
         now = time.monotonic()
         record = record | {"seconds": now - self._last}
         self._last = now
+        line = json.dumps({"set": name, "record": record}, ensure_ascii=False).encode() + b"\n"
         with writing(self.parts):
-            self._file.write(json.dumps({"set": name, "record": record}, ensure_ascii=False) + "\n")
+            self._file.write(line)
             self._file.flush()
-        self._known[name][record["id"]] = record
+        at = self._ends[self._own]
+        self._keep(name, record, self._own, at)
+        self._ends[self._own] = at + len(line)
 
     def missing(self) -> int:
         """Questions without a record, over all shards; reads what the others have written meanwhile."""
@@ -135,22 +158,57 @@ class Store:
         return sum(question.id not in self._known[name] for name, questions in self.sets.items() for question in questions)
 
     def records(self) -> dict[str, list[dict]]:
-        """All records, in the order of the questions."""
+        """All records, in the order of the questions, without LONG."""
         return {name: [self._known[name][question.id] for question in questions] for name, questions in self.sets.items()}
 
+    def whole(self, name: str) -> Iterator[dict]:
+        """The records of a set one after another, as they were appended; FileNotFoundError once another shard has cleared up."""
+        with contextlib.ExitStack() as stack:
+            files: dict[Path, BinaryIO] = {}
+            for question in self.sets[name]:
+                path, at = self._places[name][question.id]
+                if path not in files:
+                    files[path] = stack.enter_context(path.open("rb"))
+                files[path].seek(at)
+                yield json.loads(files[path].readline())["record"]
+
     def write(self, result: Mapping) -> Path:
-        """Write the result and clear the parts away."""
-        write_text(self.result_path, json.dumps(result, ensure_ascii=False) + "\n")
+        """Write the result, with all predictions whole, and clear the parts away."""
+        part = self.result_path.with_name(f"{self.result_path.name}.{self.shard[0]}of{self.shard[1]}.part")
+        head = json.dumps({key: value for key, value in result.items() if key != "predictions"}, ensure_ascii=False)
+        try:
+            with writing(part), part.open("w", encoding="utf-8") as file:
+                file.write(head[:-1] + ', "predictions": {')
+                for number, name in enumerate(self.sets):
+                    file.write(f"{', ' * bool(number)}{json.dumps(name, ensure_ascii=False)}: [")
+                    for n, record in enumerate(self.whole(name)):
+                        file.write(", " * bool(n) + json.dumps(record, ensure_ascii=False))
+                    file.write("]")
+                file.write("}}\n")
+        except FileNotFoundError:
+            if not self.result_path.exists():
+                raise
+            part.unlink()  # another shard, done at the same time, has written it and cleared up
+            return self.result_path
+        os.replace(part, self.result_path)
         shutil.rmtree(self.parts, ignore_errors=True)
         return self.result_path
 
 
-def _cut_last_line(path: Path) -> None:
+def _cut_last_line(path: Path, block: int = 1 << 20) -> None:
     """A kill may have left half a line: it goes, and its question is answered again."""
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        os.truncate(path, whole)
+    with path.open("r+b") as file:
+        at = size = file.seek(0, os.SEEK_END)
+        while at:
+            begin = max(0, at - block)
+            file.seek(begin)
+            whole = file.read(at - begin).rfind(b"\n") + 1
+            at = begin
+            if whole:
+                at += whole
+                break
+        if at < size:
+            file.truncate(at)
 
 
 def read_result(path: Path) -> dict:

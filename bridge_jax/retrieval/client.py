@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import requests
 
+from bridge_jax.addresses import checked_address
 from bridge_jax.errors import UserError
 from bridge_jax.retrieval import manifest as manifests
 from bridge_jax.retrieval import wire
@@ -33,12 +34,10 @@ class Client:
 
     def __init__(self, servers: str | Sequence[str], timeout: float = 60.0, attempts: int = 6):
         names = servers.split(",") if isinstance(servers, str) else servers
-        self.servers = [name.strip().rstrip("/") for name in names if name.strip()]
+        example = "http://127.0.0.1:8000"
+        self.servers = [checked_address(name.strip(), "retrieval server", example) for name in names if name.strip()]
         if not self.servers:
-            raise UserError("no retrieval server given; name one, such as http://127.0.0.1:8000")
-        for name in self.servers:
-            if not name.startswith(("http://", "https://")):
-                raise UserError(f"retrieval server {name!r}: give its address as http://host:port")
+            raise UserError(f"no retrieval server given; name one, such as {example}")
         self.timeout, self.attempts = timeout, attempts
         self._turn = itertools.count(random.randrange(len(self.servers)))  # many clients do not all begin with the first
         self._local = threading.local()

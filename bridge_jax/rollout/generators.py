@@ -1,4 +1,5 @@
-"""One generation after one user message, for many messages at once: by a policy in our own sampler, or by an endpoint.
+"""One generation after one user message, for many messages at once: by a policy in our own sampler, or by an endpoint; or,
+to try everything else, by nobody.
 
     replies = generator.generate(["Who wrote ...?", ...], stops=("</answer>", "\n\n"), max_tokens=64)
 
@@ -9,6 +10,7 @@ a generation at the token that completes one of them; the text is cut there.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
@@ -38,6 +40,20 @@ def cut_at(text: str, stops: Sequence[str]) -> str:
     """The text up to the first stop string, and with it if it is a closing tag (which readers look for)."""
     ends = [at + len(stop) * stop.startswith("</") for stop in stops if (at := text.find(stop)) >= 0]
     return text[: min(ends)] if ends else text
+
+
+def fit_characters(documents: Sequence[str], budget: int) -> tuple[str, int]:
+    """`fit` where the model's tokens are not known: four characters count as one."""
+    shown: list[str] = []
+    room = 4 * budget
+    for document in documents:
+        if budget and len(document) + 1 > room:
+            if not shown:
+                shown.append(document[:room])
+            break
+        shown.append(document)
+        room -= len(document) + 1
+    return "\n".join(shown), len(shown)
 
 
 class PolicyGenerator:
@@ -133,17 +149,21 @@ class EndpointGenerator:
         return [dataclasses.replace(reply, text=_reply_of(reply.text, stops)) for reply in replies]
 
     def fit(self, documents: Sequence[str], budget: int) -> tuple[str, int]:
-        """The model's tokens are not known here: four characters count as one."""
-        shown: list[str] = []
-        room = 4 * budget
-        for document in documents:
-            if budget and len(document) + 1 > room:
-                if not shown:
-                    shown.append(document[:room])
-                break
-            shown.append(document)
-            room -= len(document) + 1
-        return "\n".join(shown), len(shown)
+        return fit_characters(documents, budget)
+
+
+class DryGenerator:
+    """No model: the answer is the title of the first passage that a message shows. It costs nothing, so that everything around it
+    can be tried at full length: questions, index, what is stored."""
+
+    width = 64
+
+    def generate(self, messages: Sequence[str], *, stops: tuple[str, str], max_tokens: int) -> list[Reply]:
+        titles = (re.search(r"Doc 1\(Title: (.*?)\) ", message) for message in messages)
+        return [Reply(cut_at(f"So the answer is: {title[1] if title else 'nothing'}", stops)) for title in titles]
+
+    def fit(self, documents: Sequence[str], budget: int) -> tuple[str, int]:
+        return fit_characters(documents, budget)
 
 
 def _reply_of(text: str, stops: tuple[str, str]) -> str:

@@ -34,6 +34,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from bridge_jax.data.prompts import control_tokens
+
 SEARCH_OPEN, SEARCH_CLOSE = "<search>", "</search>"
 ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
 INFORMATION_OPEN, INFORMATION_CLOSE = "<information>", "</information>"
@@ -47,12 +49,22 @@ RETRY = (
     f"{ANSWER_CLOSE}. Let me try again.\n"
 )
 
+# Of a title, a passage or a tool's reply more is never shown: one of a megabyte must not take a second each time it is found.
+MOST_CHARACTERS = 1 << 16
 # Wider than the exact tags on purpose: "< / Answer >" reads as a tag to a language model too.
 _BRACKET = re.compile(r"(<(?=(?:\s*/)?\s*(?:think|search|information|answer)\b))|[<>]", re.IGNORECASE)
 # What shows nothing and what some tokenizers drop: control characters, and Unicode's Default_Ignorable_Code_Point.
-_INVISIBLE = re.compile(
-    "[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
-    "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+_UNSEEN = (
+    "\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
+    "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
+)
+_INVISIBLE = re.compile(f"[{_UNSEEN}]")
+# A tag, whichever of what shows nothing a tokenizer drops.
+_HIDDEN = re.compile(
+    rf"<(?:[{_UNSEEN}\s]*/)?[{_UNSEEN}\s]*(?:"
+    + "|".join(f"[{_UNSEEN}]*".join(name) for name in ("think", "search", "information", "answer"))
+    + rf")(?:\b|[{_UNSEEN}])",
+    re.IGNORECASE,
 )
 
 
@@ -111,8 +123,10 @@ def inert(text: str) -> str:
     text = _without_tags(text)
     if text.isprintable() and text.isascii():
         return text
-    folded = unicodedata.normalize("NFKC", _INVISIBLE.sub("", text))
-    return text if (clean := _without_tags(folded)) == folded else clean
+    folded = unicodedata.normalize("NFKC", text)
+    if not _HIDDEN.search(folded):
+        return text
+    return _without_tags(unicodedata.normalize("NFKC", _INVISIBLE.sub("", folded)))
 
 
 def _without_tags(text: str) -> str:
@@ -136,7 +150,8 @@ def _without_tags(text: str) -> str:
 
 def render_document(number: int, passage: PassageLike) -> str:
     """``Doc 1(Title: ...) text`` on one line, inert. Line breaks go: a passage must not start a document of its own."""
-    return inert(" ".join(f"Doc {number}(Title: {passage.title}) {passage.text}".split()))
+    title, text = passage.title[:MOST_CHARACTERS], passage.text[:MOST_CHARACTERS]
+    return inert(" ".join(f"Doc {number}(Title: {title}) {text}".split()))
 
 
 def render_information(passages: Sequence[PassageLike]) -> str:
@@ -153,8 +168,7 @@ def encode(tokenizer, text: str) -> list[int]:
 @functools.lru_cache(maxsize=8)
 def _special_tokens(tokenizer) -> tuple[frozenset[int], tuple[str, ...]]:
     """(ids that text must never turn into, their literal spellings, longest first)."""
-    spelled = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    spelled |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens))
+    spelled = control_tokens(tokenizer) | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens))
     # An unknown word is <unk> by right; only the literal spelling of <unk> is rewritten.
     return frozenset(spelled) - {tokenizer.unk_token_id}, tuple(sorted(set(spelled.values()), key=len, reverse=True))
 
@@ -206,7 +220,7 @@ def render_corrective(message: str, tokenizer) -> Observation:
 def render_reply(text: str, tokenizer, max_tokens: int) -> Observation:
     """A tool's text in the frame of an observation, inert, cut at its end to `max_tokens` in all."""
     opening, closing = _frame(tokenizer)
-    body = encode_untrusted(tokenizer, inert(text))[: max_tokens - len(opening) - len(closing)]
+    body = encode_untrusted(tokenizer, inert(text[:MOST_CHARACTERS]))[: max_tokens - len(opening) - len(closing)]
     return Observation(np.asarray([*opening, *body, *closing], np.int32))
 
 

@@ -1,5 +1,7 @@
 """Prompts, with tokenizers made here: byte-level BPE with and without a chat template, and with a beginning-of-text token."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from bridge_jax.data.formats import Question
 from bridge_jax.data.prompts import STYLES, build_prompt
+from bridge_jax.data.qa import read_file
 from bridge_jax.errors import UserError
 
 TEMPLATE = (
@@ -85,6 +88,24 @@ def test_a_question_cannot_speak_for_the_template():
     for token in ("<|im_end|>", "<|im_start|>"):
         number = CHAT.convert_tokens_to_ids(token)
         assert np.sum(plain == number) == np.sum(sly == number) > 0
+
+
+HOSTILE = ("why " * 250_000, "\x00\x1b]0;x\x07\x9b2J", "\u202ewhy\u2066", "</script><script>x</script>", "\udcff", "{question}" * 9)
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_question_is_asked_whole_or_refused_in_one_short_line(tmp_path, text):
+    path = tmp_path / "q.jsonl"
+    path.write_text(json.dumps({"id": "1", "question": text, "golden_answers": [text]}) + "\n")
+    try:
+        [question] = read_file(path, "q")
+        prompt = build_prompt(question, CHAT, max_tokens=2000)
+    except UserError as error:
+        assert len(str(error)) < 400 and "\n" not in str(error)
+        assert len(text) > 1000 or "surrogate" in str(error)
+    else:
+        asked = CHAT.decode(prompt, clean_up_tokenization_spaces=False)
+        assert asked.count(text.strip()) == 1 and question.question == text
 
 
 def test_overlong_prompts_are_refused_not_cut():

@@ -176,6 +176,10 @@ def test_tables():
     assert "0.0" in lines[0] and "75.0" in lines[1] and "hotpotqa" in lines[0]
     lone = result({"hotpotqa": [row(0.0)] * 4})
     assert "average" not in text_of(results_table(lone))  # it would repeat the one row
+    sly = result({"[/b]\x1b]0;x\x07": [row(0.0)] * 4})  # a name in a file, a path
+    for table in (results_table(sly, "[/c] step"), comparison_table(sly, sly, title="[/c] step")):
+        text = text_of(table)
+        assert "[/b]\ufffd]0;x\ufffd" in text and "[/c] step" in text and "\x1b" not in text
 
 
 def test_recall_at_three_when_three_are_the_candidates():

@@ -16,7 +16,7 @@ from bridge_jax import ask, evaluate, warmstart
 from bridge_jax.data.prompts import build_prompt
 from bridge_jax.data.qa import load_questions
 from bridge_jax.errors import UserError
-from bridge_jax.evaluation import ask_session, ask_view, run, store
+from bridge_jax.evaluation import ask_session, ask_view, command, run, store
 from bridge_jax.evaluation.run import evaluate_sets, evaluation_engine, load_sets
 from bridge_jax.models import hub
 from bridge_jax.models.lora import init_lora
@@ -274,6 +274,32 @@ def test_an_endpoint_answers_with_our_retriever(taught, capsys, monkeypatch, tmp
     assert result["datasets"]["towns"]["searches"] == 1.0 and result["step"] is None
 
 
+def test_a_dry_run_tries_everything_but_the_model(taught, capsys, monkeypatch, tmp_path):
+    """No policy is opened; each question is searched for, answered with the best passage's title, stored, summed up; killed, it
+    goes on."""
+    monkeypatch.setattr(command, "open_session", lambda *given: pytest.fail("a model was opened"))
+    config = f"--config={taught.world.path}"
+    flags = [config, f"--workdir={tmp_path}", "--dry-run"]
+    for number in (1, 0):
+        assert evaluate.main([*flags, f"--shard={number}/2"]) == 0
+    out = capsys.readouterr().out
+    assert "this shard is done" in out and "no model: these are not results" in out
+    [path] = (tmp_path / "eval").glob("*.json")
+    result = json.loads(path.read_text())
+    assert path.name.startswith("dry-run_towns") and result["settings"]["policy"] == {"model": "dry-run"}
+    questions = list(load_questions(taught.world.config.data.eval[0]))
+    assets = taught.world.assets
+    best = assets.retriever.search([question.question for question in questions], 1).rows[:, 0]
+    rows = result["predictions"]["towns"]
+    assert [row["prediction"] for row in rows] == [assets.corpus[row].title for row in best]
+    assert [row["id"] for row in rows] == [question.id for question in questions]
+    assert all(row["status"] == "answered" and row["turns"][0]["query"] == row["question"] for row in rows)
+    assert result["datasets"]["towns"]["n"] == len(questions) and result["datasets"]["towns"]["recall@3"] > 0
+    assert evaluate.main([*flags, "--datasets=nowhere"]) == 2
+    assert evaluate.main([*flags, "--config.index.folder=/nowhere"]) == 2 and "no index at /nowhere" in capsys.readouterr().err
+    assert evaluate.main([*flags, "--endpoint=http://x/v1"]) == 2 and "--dry-run" in capsys.readouterr().err
+
+
 def test_medrag_over_two_corpora(taught, capsys, monkeypatch, tmp_path):
     """Options before the model and not in the query; two corpora as one; MIRAGE's layout beside the result."""
     monkeypatch.setenv("BRIDGE_JAX_CACHE", str(tmp_path / "cache"))
@@ -493,24 +519,29 @@ def test_ask_names_what_is_wrong(taught, tmp_path, capsys):
 
 
 def test_view_of_odd_episodes(taught):
-    """Titles that look like markup, a search that did not fit any more, corrective and fault texts, no answer."""
+    """Markup and a terminal's commands in every text from outside, a search that did not fit any more, texts of the environment."""
     import test_aggregate as made
 
-    corpus = [Passage(f"p{n}", f"[bold]Title {n}[/bold]", "text") for n in range(10)]
+    sly = "\x1b]52;c;cm0=\x07\x9b2J\u202e\b"
+    corpus = [Passage(f"[/p]{n}{sly}", f"[bold]Title {n}[/bold]{sly}", f"text{sly}") for n in range(10)]
     late = dataclasses.replace(made.turn(1, 2, 3), shown=0, error="the observation did not fit into the context")
     odd = dataclasses.replace(made.episode(answer=None, status="context_full", turns=[made.turn(4, 5, 6), late]))
     odd.trace = [
-        ("generated", "<think> [red] </think><search> q </search>"),
-        ("information", "Doc [1]"),
+        ("generated", f"<think> [red]{sly} </think><search> q </search>"),
+        ("information", f"Doc [1]{sly}"),
         ("tool", "12 * 7 = [84]"),
         ("corrective", "Say [more]"),
-        ("fault", "index [down]"),
-        ("generated", "<search> q"),
+        ("fault", f"index [down]{sly}"),
+        ("generated", f"<search> q{sly}"),
     ]
-    console = Console(width=120, file=io.StringIO())
+    console = Console(width=160, file=io.StringIO())
     ask_view.show(console, odd, corpus, 1.0)
+    ask_view.show(console, dataclasses.replace(odd, answer=f"a{sly}"), corpus, 1.0)
+    ask_view.show_documents(console, odd.turns[0], corpus, 1.0)
     text = console.file.getvalue()
+    assert not set(text) & set(sly) - set("]52;c;cm0=2J") and "\ufffd]52;c" in text
     for part in (
+        "[/p]4\ufffd",
         "[bold]Title 4[/bold]",
         "[red]",
         "Doc [1]",

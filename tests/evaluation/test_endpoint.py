@@ -119,6 +119,7 @@ def test_refusals():
         assert said[1].problem == limit and len(stub.requests) == 3
     for flags, words in (
         ({"url": "localhost:8000"}, "http://"),
+        ({"url": "https://me:hunter2@x/v1"}, "leave name and password out"),
         ({"url": "http://x/v1", "concurrency": 0}, "--concurrency"),
     ):
         with pytest.raises(UserError, match=words):

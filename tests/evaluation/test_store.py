@@ -13,7 +13,7 @@ from bridge_jax.data.qa import Question
 from bridge_jax.errors import UserError
 from bridge_jax.evaluation import paired
 from bridge_jax.evaluation.fusion import FusedRetriever, fuse
-from bridge_jax.evaluation.store import Store, differing, find_result, read_result
+from bridge_jax.evaluation.store import Store, _cut_last_line, differing, find_result, read_result
 from bridge_jax.evaluation.table import against_table
 from bridge_jax.retrieval.corpus import Passage
 
@@ -23,7 +23,7 @@ SETTINGS = {"template": {"style": "direct", "hash": "a"}, "limits": {"shown": 3}
 
 def answer(store, name, questions):
     for question in questions:
-        store.append(name, {"id": question.id, "text": "\u2028é", "em": 1.0})
+        store.append(name, {"id": question.id, "text": "\u2028é", "em": 1.0, "trace": [question.id]})
 
 
 def test_a_shard_answers_its_own_and_the_last_one_finds_all(tmp_path):
@@ -38,10 +38,14 @@ def test_a_shard_answers_its_own_and_the_last_one_finds_all(tmp_path):
         name: [q.id for q in questions] for name, questions in SETS.items()
     }
     assert all(row["seconds"] >= 0 for rows in store.records().values() for row in rows)
-    path = store.write({"settings": store.settings, "predictions": store.records(), "datasets": {}})
+    path = store.write({"settings": store.settings, "datasets": {}})
     assert [p.name for p in tmp_path.iterdir()] == ["e.json"] and path == tmp_path / "e.json"
-    again = Store(tmp_path, "e", SETTINGS, SETS)
-    assert again.finished()["predictions"]["nq"][4]["text"] == "\u2028é"
+    assert not any("trace" in row for rows in store.records().values() for row in rows), "what is long is in the file alone"
+    again = Store(tmp_path, "e", SETTINGS, SETS).finished()
+    assert again["predictions"]["nq"][4]["text"] == "\u2028é"
+    assert {name: [row["trace"] for row in rows] for name, rows in again["predictions"].items()} == {
+        name: [[q.id] for q in questions] for name, questions in SETS.items()
+    }
 
 
 def test_a_kill_costs_one_question_and_another_number_of_shards_goes_on(tmp_path):
@@ -65,6 +69,26 @@ def test_a_kill_costs_one_question_and_another_number_of_shards_goes_on(tmp_path
         pass
 
 
+@pytest.mark.parametrize("lines", [b"", b"a\n", b"a\nbb", b"a" * 30, b"a\n" + b"b" * 30, b"a\nbb\n"])
+def test_half_a_line_is_cut_off(tmp_path, lines):
+    (tmp_path / "f").write_bytes(lines)
+    _cut_last_line(tmp_path / "f", block=4)
+    assert (tmp_path / "f").read_bytes() == lines[: lines.rfind(b"\n") + 1]
+
+
+def test_two_shards_that_finish_at_the_same_time_leave_one_result(tmp_path):
+    first, second = (Store(tmp_path, "e", SETTINGS, SETS, (number, 2)) for number in range(2))
+    with first.open(), second.open():
+        for store in (first, second):
+            for name in SETS:
+                answer(store, name, store.pending(name))
+        assert not first.missing() and not second.missing()
+        written = first.write({"settings": first.settings, "datasets": {}}).read_bytes()
+        assert second.write({"settings": second.settings, "datasets": {}}).read_bytes() == written
+        assert not second.missing()
+    assert [p.name for p in tmp_path.iterdir()] == ["e.json"]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -79,7 +103,9 @@ def test_a_changed_setting_is_named(tmp_path, change, words):
     with pytest.raises(UserError, match=re.escape(words)), Store(tmp_path, "e", SETTINGS | change, SETS).open():
         pass
     with Store(tmp_path, "e", SETTINGS, SETS).open() as store:
-        store.write({"settings": store.settings, "predictions": {}, "datasets": {}})
+        for name in SETS:
+            answer(store, name, store.pending(name))
+        store.write({"settings": store.settings, "datasets": {}})
     with pytest.raises(UserError, match=re.escape(words)):
         Store(tmp_path, "e", SETTINGS | change, SETS).finished()
     assert Store(tmp_path, "other", SETTINGS | change, SETS).finished() is None

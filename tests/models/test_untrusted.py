@@ -1,11 +1,13 @@
 """Folders from elsewhere run nothing: pickles are refused, remote code is not asked for, headers and names are checked."""
 
+import ast
 import json
 import pickle
 import re
 import shutil
 import struct
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import bridge_jax
 from bridge_jax.errors import UserError
 from bridge_jax.models import hub, pocket_models, qwen2
 from bridge_jax.models.lora import load_peft
@@ -153,3 +156,33 @@ def test_an_archive_writes_below_its_folder_only(tmp_path, monkeypatch, name):
     with pytest.raises(UserError, match="outside of its folder"):
         pocket_models.unpack("small", [tmp_path / "w.whl"], out)
     assert sorted(file.name for file in tmp_path.rglob("*") if file.is_file()) == ["config.json", "w.whl"]
+
+
+# What would run, or could write anywhere, and where it may stand all the same.
+RUNS_CODE = {
+    "eval": (), "exec": (), "compile": (), "__import__": (), "system": (), "popen": (), "extractall": (), "extract": (),
+    "loads of pickle": ("distributed.py",),  # what a run's own processes send each other, over the coordinator's connections
+    "trust_remote_code": (), "allow_pickle": (), "shell": (), "weights_only": (),
+}  # fmt: skip
+
+
+def test_nothing_in_the_package_runs_what_it_reads():
+    """Every call of the package, by its syntax: no eval, no shell, no unpickling, no trust in remote code, no unchecked archive."""
+    root, found = Path(bridge_jax.__file__).parent, []
+    files = sorted(root.rglob("*.py"))
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            owner = node.func.value.id if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name) else ""
+            names = [f"{name} of {owner}"] if owner in ("pickle", "marshal", "dill") else []
+            if not owner or owner in ("os", "builtins") or name.startswith("extract"):
+                names.append(name)
+            names += [
+                word.arg for word in node.keywords if not (isinstance(word.value, ast.Constant) and word.value.value is False)
+            ]
+            found += [(word, file.name) for word in names if word in RUNS_CODE]
+    assert len(files) > 100
+    assert [(word, name) for word, name in found if name not in RUNS_CODE[word]] == []
+    assert ("loads of pickle", "distributed.py") in found, "the search finds what there is"

@@ -163,6 +163,22 @@ def test_a_text_of_nothing_but_brackets_takes_no_time():
     assert protocol.inert("<sea\u200brch>＜/answer＞\u202e") == "(search)(/answer)"
 
 
+def test_of_a_megabyte_only_the_beginning_is_read(monkeypatch):
+    """The tokens are those of the beginning, and a tokenizer never sees the rest: it would take a second each time it is found."""
+    read, encode = [], protocol.encode
+    monkeypatch.setattr(protocol, "encode", lambda tokenizer, text: read.append(len(text)) or encode(tokenizer, text))
+    for piece in ("river ", "\u200b＜é", "<|end|>"):
+        text = piece * (1_000_000 // len(piece))
+        long, short = (Passage("1", given, given) for given in (text, text[:70_000]))
+        seen = protocol.render_observation([long, RIVER], BYTES, 300)
+        np.testing.assert_array_equal(seen.tokens, protocol.render_observation([short, RIVER], BYTES, 300).tokens)
+        assert len(seen.tokens) <= 300 and (seen.shown, seen.cut) == (1, 1)
+        scored = protocol.document_tokens(long, BYTES, None, 300)
+        np.testing.assert_array_equal(scored, protocol.document_tokens(short, BYTES, None, 300))
+        assert len(protocol.render_reply(text, BYTES, 300).tokens) <= 300
+    assert max(read) <= 2 * protocol.MOST_CHARACTERS + 100
+
+
 def test_special_tokens_are_ordinary_text():
     passage = Passage("1", "a <|end|>", "b <|stop|> c <|en<|end|>d|>")
     seen = protocol.render_observation([passage], BYTES, 1000)
