@@ -64,7 +64,8 @@ class Judge:
 
     def generate(self, messages, *, stops, max_tokens):
         self.asked += messages
-        return [Reply(self.answer(message)) for message in messages]
+        answers = [self.answer(message) for message in messages]
+        return [answer if isinstance(answer, Reply) else Reply(answer, "stop", 7, 2) for answer in answers]
 
 
 def candidates(count, trace=""):
@@ -99,6 +100,25 @@ def test_one_list_that_cannot_be_read_drops_its_turn_alone():
     found = relevance.judged(judge, corpus)([candidates(12), candidates(11), candidates(10)])
     assert [one.scores for one in found] == [None, [*[5] * 10, 1], [5] * 10]
     assert [one.calls for one in found] == [3, 3, 2] and {one.hint for one in found} == {relevance.NOT_SURE}
+    assert [one.lists for one in found] == [2, 2, 1]
+    assert [one.unread for one in found] == [(f"<scores>{'5,' * 9}5",), (), ()]
+    assert [(one.prompt_tokens, one.tokens) for one in found] == [(21, 6), (21, 6), (14, 4)]
+
+
+@pytest.mark.parametrize(
+    ("reply", "scores", "unread"),
+    [
+        (Reply("<scores> 90, 10", "length"), None, ("<scores> 90, 10",)),  # perhaps 100 was to come
+        (Reply("<scores> 90, 10 </scores>", "length"), [90, 10], ()),
+        (Reply("<scores> 90, 10", "stop"), [90, 10], ()),  # the server keeps the tag it stopped at to itself
+        (Reply("", "too_long", problem="9,000 tokens, the limit 4,096"), None, ("9,000 tokens, the limit 4,096",)),
+        (Reply("I would\nsay 90 and 10.", "stop"), None, ("I would say 90 and 10.",)),
+    ],
+)
+def test_a_reply_that_cannot_be_read_is_kept(reply, scores, unread):
+    corpus = [Passage(str(n), "t", "x") for n in range(2)]
+    [found] = relevance.judged(Judge(lambda message: reply), corpus)([candidates(2)])
+    assert (found.scores, found.unread) == (scores, unread)
 
 
 # --- choosing
