@@ -23,10 +23,12 @@ from multi_process import ROOT, Bench
 
 from bridge_jax.files import write_text
 
+# Short texts and few lengths: few programs to compile, four times over.
 SETTINGS = {
     "method__name": "agentic_r", "agentic__rounds": 1, "agentic__questions": 9, "agentic__candidates": 6, "agentic__negatives": 3,
     "agentic__batch": 8, "agentic__microbatch": 4, "agentic__lr": 1e-2, "agentic__temperature": 0.1, "agentic__min_local": 0,
-    "agentic__max_searches": 2, "train__steps": 1,
+    "agentic__max_searches": 1, "train__steps": 1, "rollout__max_searches": 1, "rollout__max_prompt_tokens": 64,
+    "rollout__max_new_tokens": 16, "rollout__max_observation_tokens": 32, "rollout__max_response_tokens": 64,
 }  # fmt: skip
 STAGES = ("trajectories", "candidates", "local", "global", "pairs")
 

@@ -32,13 +32,13 @@ from bridge_jax.training.metrics import read_metrics
 NAME = "comparators_pocket"
 QUESTIONS = 64
 SMALL = {
-    "index.limit": 1800, "train.steps": 1, "train.questions": 2, "train.log_rollouts_every": 1, "data.eval_limit": 4,
+    "index.limit": 600, "train.steps": 1, "train.questions": 2, "train.log_rollouts_every": 1, "data.eval_limit": 2,
     "rollout.batch_groups": 2, "grpo.minibatch_questions": 2, "grpo.group_size": 4, "grpo.microbatch": 4,
     "credit.max_turns": 8, "credit.minibatch": 8, "credit.turns_per_batch": 2,
 }  # fmt: skip
 METHODS: dict[str, dict[str, object]] = {
     "agentic_r": {
-        "agentic.rounds": 1, "agentic.questions": 6, "agentic.candidates": 6, "agentic.max_searches": 2, "agentic.negatives": 5,
+        "agentic.rounds": 1, "agentic.questions": 5, "agentic.candidates": 5, "agentic.max_searches": 2, "agentic.negatives": 4,
         "agentic.batch": 4, "agentic.microbatch": 2, "agentic.epochs": 1, "agentic.min_local": 0,
     },
     "search_r1": {"grpo.group_size": 5, "grpo.minibatch_questions": 1, "grpo.microbatch": 1},
@@ -48,7 +48,7 @@ METHODS: dict[str, dict[str, object]] = {
     },
     "r1_searcher": {"train.steps": 2},
     "simple_deep_searcher": {
-        "policy.trainable": "full", "train.questions": 8, "grpo.minibatch_questions": 8, "selection.per_question": 2,
+        "policy.trainable": "full", "train.questions": 6, "grpo.minibatch_questions": 6, "selection.per_question": 2,
         "warmstart.batch": 4, "warmstart.microbatch": 1,
     },
     "replug": {},

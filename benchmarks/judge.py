@@ -43,7 +43,7 @@ from bridge_jax.models import hub
 
 NAME = "judge"
 MODELS = ("smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct")
-ROUND = {"agentic.rounds": 1, "agentic.questions": 6, "train.steps": 1, "agentic.candidates": 20, "agentic.negatives": 15}
+ROUND = {"agentic.rounds": 1, "agentic.questions": 4, "train.steps": 1, "agentic.candidates": 20, "agentic.negatives": 15}
 FAULTS = ("429", "cut", "no completion", "slow", "500", "no choices")
 EVERY = 4  # of the requests meets a fault
 SLOW = 5.0
