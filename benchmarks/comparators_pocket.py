@@ -30,7 +30,6 @@ from bridge_jax.files import write_text
 from bridge_jax.training.metrics import read_metrics
 
 NAME = "comparators_pocket"
-QUESTIONS = 64
 SMALL = {
     "index.limit": 600, "train.steps": 1, "train.questions": 2, "train.log_rollouts_every": 1, "data.eval_limit": 2,
     "rollout.batch_groups": 2, "grpo.minibatch_questions": 2, "grpo.group_size": 4, "grpo.microbatch": 4,
@@ -105,7 +104,7 @@ def pocket(root: Path, warmstart: Path) -> dict[str, object]:
             for q in load_questions("embedded/hotpotqa", "train")
             if q.golds[0].lower() in ("yes", "no") or q.golds[0] in q.question
         ]
-        write_text(questions, "".join(json.dumps(row) + "\n" for row in rows[:QUESTIONS]))
+        write_text(questions, "".join(json.dumps(row) + "\n" for row in rows))
     return SMALL | {"policy.warmstart": str(warmstart.absolute()), "data.train": str(questions)}
 
 
