@@ -76,7 +76,7 @@ def prepare(
         this.train(this.pairs(questions))
     began = time.monotonic()
     assets = with_encoder(assets, folder)
-    if "index" not in summary(folder):
+    if distributed.on_main(lambda: "index" not in summary(folder)):  # asked once: the main process may have noted it by now
         note(folder, "index", {"seconds": time.monotonic() - began, "passages": len(assets.corpus)})
     return assets, metrics_of(distributed.on_main(lambda: summary(folder)))
 
