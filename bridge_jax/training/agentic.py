@@ -346,7 +346,7 @@ def _local_row(found: Local) -> dict:
 
 def _nothing_learnt(folder: AnyPath, found: dict[str, dict]) -> str:
     """Why a round has no pairs, and what to do about the most frequent reason."""
-    counts = {name: found["pairs"][name] for name in DROPPED if found["pairs"][name]}
+    counts = {name: found["pairs"][name] for name in DROPPED if found["pairs"].get(name)}  # without a search nothing was counted
     mends = {
         "dropped_unread": f"take a judge that gives scores ({folder / 'local.jsonl'} has what this one said)",
         "dropped_faults": "see to the search engine",

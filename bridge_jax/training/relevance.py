@@ -58,11 +58,14 @@ passages."""
 
 
 def read_scores(text: str, count: int) -> list[int] | None:
-    """The `count` scores of a judge's reply: the last <scores> list, closed or not. None unless it is exactly that."""
+    """The `count` scores of a judge's reply: the last <scores> list, closed or not. None unless it is exactly that.
+
+    (Some servers keep a part of the closing tag they stopped at to themselves.)
+    """
     _, opened, rest = text.rpartition("<scores>")
     if not opened:
         return None
-    parts = [part.strip() for part in rest.partition("</scores>")[0].strip().strip("[]").split(",")]
+    parts = [part.strip() for part in rest.partition("</")[0].strip().strip("[]").split(",")]
     if len(parts) != count or not all(re.fullmatch(r"[0-9]{1,3}", part) for part in parts):
         return None
     scores = [int(part) for part in parts]
@@ -72,7 +75,7 @@ def read_scores(text: str, count: int) -> list[int] | None:
 def read_sub_answer(text: str) -> str:
     """The hint in a judge's reply, on one line; "Not Sure" where it gave none."""
     _, opened, rest = text.rpartition("<sub_answer>")
-    said = " ".join(rest.partition("</sub_answer>")[0].split()) if opened else ""
+    said = " ".join(rest.partition("</")[0].split()) if opened else ""
     return said or NOT_SURE
 
 
@@ -139,7 +142,7 @@ def _local(one: Candidates, hint: str, first: Reply, replies: Sequence[Reply]) -
 
 def _scores_of(reply: Reply, count: int) -> list[int] | None:
     """The last number of a list that was cut off may have lost a digit."""
-    cut_off = reply.finish == "length" and "</scores>" not in reply.text
+    cut_off = reply.finish == "length" and "</scores" not in reply.text
     return None if cut_off else read_scores(reply.text, count)
 
 

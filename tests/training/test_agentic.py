@@ -4,6 +4,7 @@ What plays and judges is scripted here; the engine's part is in tests/rollout/te
 real runs with SIGKILL in every stage.
 """
 
+import dataclasses
 import json
 import types
 import zlib
@@ -222,6 +223,18 @@ def test_nothing_to_learn_from_is_said(assets, tmp_path, monkeypatch, caplog):
     assert said in caplog.text
     rows = read_rows(tmp_path / "agentic_r" / "round_1" / "local.jsonl")
     assert rows[0] == {"scores": None, "sub_answer": "hint", "unread": ["well, <it> depends", "no"]}
+
+
+def test_an_agent_that_never_searches_is_said(assets, tmp_path, monkeypatch):
+    found = Script._whole
+
+    def whole(self, question, prompt):
+        episode = found(self, question, prompt)
+        return dataclasses.replace(episode, turns=[])
+
+    monkeypatch.setattr(Script, "_whole", whole)
+    with pytest.raises(UserError, match=r"none of 0 searches teaches .*no search.*a warm start"):
+        agentic.prepare(assets.config, tmp_path, 1, assets, {}, load_questions(assets.config.data.train[0]))
 
 
 def test_a_judge_may_move_and_not_become_another_one(assets, tmp_path):

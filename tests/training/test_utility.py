@@ -46,13 +46,16 @@ def test_what_is_no_list_of_two_scores(text):
 
 def test_the_last_list_counts_and_brackets_are_forgiven():
     assert read_scores("<scores>1, 2</scores> no: <scores>[80, 20]</scores>", 2) == [80, 20]
+    assert read_scores("<scores>80, 20</scores", 2) == [80, 20]
 
 
 @given(st.text())
 def test_a_hint_is_one_line_or_not_sure(text):
     assert read_sub_answer(text) == relevance.NOT_SURE or "<sub_answer>" in text
-    hint = read_sub_answer(f"well <sub_answer>{text.replace('sub_answer', '')}</sub_answer>")
-    assert hint == (" ".join(text.replace("sub_answer", "").split()) or relevance.NOT_SURE)
+    plain = text.replace("<", "")
+    hint = read_sub_answer(f"well <sub_answer>{plain}</sub_answer>")
+    assert hint == (" ".join(plain.split()) or relevance.NOT_SURE)
+    assert hint == read_sub_answer(f"<sub_answer>{plain}</sub_answer")  # as `transformers serve` gives it
     assert read_sub_answer("<sub_answer> Ada\nLovelace") == "Ada Lovelace"
 
 
