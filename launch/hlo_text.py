@@ -99,8 +99,8 @@ class Program:
         if compare is None or compare.kind != "compare" or compare.attribute("direction") != "LT":
             return None
         counter, limit = (condition.get(name) for name in compare.operands)
-        if limit is None or limit.kind != "constant" or not limit.argument.isdigit():
-            return None
+        if limit is None or limit.kind != "constant" or not limit.argument.isdigit() or limit.arrays[0].dtype[0] not in "su":
+            return None  # only an integer is counted up to
         return -(-int(limit.argument) // self._stride(loop, counter))
 
     def _stride(self, loop: Op, counter: Op | None) -> int:
