@@ -23,6 +23,7 @@ import compare
 import index_parts
 import numpy as np
 import training_runs as runs
+from arguments import some_of
 from machine import about
 
 from bridge_jax.data.corpora import corpus_path
@@ -31,6 +32,7 @@ from bridge_jax.models import e5, hub
 from bridge_jax.retrieval.corpus import Corpus
 
 NAME = "encoders"
+PARTS = ("vectors", "speed")
 TEXTS = 64
 TINY_LENGTH = 40
 sys.path[:0] = [str(runs.HOME / "tests" / "models")]
@@ -39,15 +41,21 @@ import test_encoders as families  # noqa: E402
 
 def main() -> None:
     parser = compare.parser(__doc__, rounds=5)
+    parser.add_argument("--parts", type=some_of(PARTS), default=",".join(PARTS), help="with commas; the other's result is kept")
     args = parser.parse_args()
     args.corpus = "embedded"
     root = runs.root_of(args, NAME)
     root.mkdir(parents=True, exist_ok=True)
     runs.share_programs(root)
-    with tempfile.TemporaryDirectory(prefix="encoders-") as folder:
-        result = {"machine": about(), "vectors": vectors(args, Path(folder))}
-    result["speed"] = index_parts.encode(args, root)
-    runs.save(NAME, result, args)
+    path = (root if args.quick else runs.RESULTS) / f"{NAME}.json"
+    result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if "vectors" in args.parts:
+        with tempfile.TemporaryDirectory(prefix="encoders-") as folder:
+            result["vectors"] = {"machine": about(), **vectors(args, Path(folder))}
+        runs.save(NAME, result, args)
+    if "speed" in args.parts:
+        result["speed"] = index_parts.encode(args, root)
+        runs.save(NAME, result, args)
     print(json.dumps(result))
 
 
