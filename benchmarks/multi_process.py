@@ -60,7 +60,7 @@ class Bench:
         self.folder = folder
         self.config = tiny_run.write_world(folder / "world", **SETTINGS)
 
-    def start(self, name: str, processes: int, devices: int, **fields: int) -> list[subprocess.Popen]:
+    def start(self, name: str, processes: int, devices: int, **fields) -> list[subprocess.Popen]:
         """The run `name`, begun or gone on with; fields override the configuration, group__field."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -93,7 +93,7 @@ class Bench:
                 if process.poll() is None:
                     process.kill()
 
-    def run(self, name: str, processes: int, devices: int, **fields: int) -> float:
+    def run(self, name: str, processes: int, devices: int, **fields) -> float:
         """To its end -> seconds."""
         began = time.monotonic()
         codes = self.ended(self.start(name, processes, devices, **fields))
@@ -118,11 +118,11 @@ class Bench:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         return [(row["id"], row["sample"], row["trace"], [turn["query"] for turn in row["turns"]]) for row in rows]
 
-    def compared(self, name: str) -> dict:
-        """A finished run against `alone`."""
-        same = [self.rollouts("alone", n) == self.rollouts(name, n) for n in range(1, STEPS + 1)]
-        rows = zip(same, self.rows("alone"), self.rows(name), strict=True)
-        pairs = [(a, b) for equal, a, b in rows if equal]  # another rollout has other numbers
+    def compared(self, name: str, alone: str = "alone") -> dict:
+        """A finished run against another one of the same settings."""
+        theirs, own = self.rows(alone), self.rows(name)
+        same = [self.rollouts(alone, row["step"]) == self.rollouts(name, row["step"]) for row in theirs]
+        pairs = [(a, b) for equal, a, b in zip(same, theirs, own, strict=True) if equal]  # another rollout has other numbers
         differences = {
             field: max(abs(a[field] - b[field]) / max(abs(a[field]), 1e-2) for a, b in pairs if field in a)
             for field in pairs[0][0]

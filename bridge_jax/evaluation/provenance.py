@@ -61,16 +61,20 @@ def of_sets(sets: Mapping[str, Sequence[Question]]) -> dict:
     }
 
 
-def of_retriever(groups: Sequence[Sequence], candidates: int) -> dict:
-    """groups: Retrievers, a list an encoder, as `fusion.FusedRetriever` has them."""
+def of_retriever(retrievers: Sequence, candidates: int) -> dict:
+    """retrievers: one an encoder, over the same corpora."""
+    corpus = retrievers[0].corpus
+    indexes = [getattr(retriever, "index", None) for retriever in retrievers]
+    merged = next((index.how for index in indexes if hasattr(index, "how")), None)
     return {
-        "encoders": [_of_encoder(group[0]) for group in groups],
+        "encoders": [_of_encoder(retriever) for retriever in retrievers],
         "corpora": [
-            {"name": _name(one.corpus.path), "passages": len(one.corpus), "hash": one.corpus.fingerprint[:16]} for one in groups[0]
+            {"name": _name(one.path), "passages": len(one), "hash": one.fingerprint[:16]}
+            for one in getattr(corpus, "corpora", [corpus])
         ],
-        "index": sorted({_kind(getattr(one, "index", None)) for group in groups for one in group}),
+        "index": sorted({_kind(part) for index in indexes for part in getattr(index, "indexes", [index])}),
         "candidates": candidates,
-    }
+    } | ({"merged_by": merged} if merged else {})
 
 
 def _kind(index) -> str:

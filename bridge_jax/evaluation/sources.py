@@ -28,28 +28,24 @@ TEMPLATE_TOKENS = 256  # more than the words of any baseline around the question
 
 @dataclass(frozen=True)
 class Search:
-    """retriever: what is searched. groups: its parts, a list an encoder."""
+    """retriever: what is searched. retrievers: its parts, one an encoder."""
 
     retriever: object
-    groups: list[list[Retriever]]
+    retrievers: list[Retriever]
 
 
 def open_search(config: ConfigDict, corpora: Sequence[str], encoders: Sequence[str]) -> Search:
-    """The retriever over `corpora` by `encoders` (empty: the configured one); with several, fused."""
-    groups = []
-    for encoder_name in encoders or (config.retriever.encoder,):
+    """The retriever over `corpora`, merged by config.index.merge, by `encoders`, which are fused (empty: the configured ones)."""
+    retrievers = []
+    for name in encoders or (config.retriever.encoder,):
         own = config.copy_and_resolve_references().unlock()
-        own.retriever.encoder = encoder_name
-        encoder = run_assets.load_encoder(own, None)
-        group = []
-        for name in corpora or (config.index.corpus,):
-            own.index.corpus = name
-            if corpora or encoders:
-                own.index.folder = ""  # the configured one is of another corpus or encoder
-            group.append(open_retriever(own, encoder, open_corpus(own), None))
-        groups.append(group)
-    single = len(groups) == len(groups[0]) == 1
-    return Search(groups[0][0] if single else FusedRetriever(groups), groups)
+        own.retriever.encoder = name
+        if corpora:
+            own.index.corpus = ",".join(corpora)
+        if corpora or encoders:
+            own.index.folder = ""  # the configured one is of another corpus or encoder
+        retrievers.append(open_retriever(own, run_assets.load_encoder(own, None), open_corpus(own), None))
+    return Search(retrievers[0] if len(retrievers) == 1 else FusedRetriever(retrievers), retrievers)
 
 
 def limits_of(config: ConfigDict, baseline: Baseline, context_tokens: int | None, unlimited: bool) -> Limits:
@@ -97,13 +93,13 @@ def settings(
     endpoint: Endpoint | None, candidates: int, searches: bool,
 ) -> dict:  # fmt: skip
     """What affects a number, for the result file and for a resumed run to be compared with."""
-    groups = search.groups if search else [[session.assets.retriever]] if session else []
+    retrievers = search.retrievers if search else [session.assets.retriever] if session else []
     found = {
         "code": provenance.code(),
         "datasets": provenance.of_sets(sets),
         "baseline": args.baseline or None,
         **answered,
-        "retriever": provenance.of_retriever(groups, candidates) if groups and searches else None,
+        "retriever": provenance.of_retriever(retrievers, candidates) if retrievers and searches else None,
     }
     if endpoint is not None:
         return found | {"endpoint": endpoint.describe()}

@@ -48,7 +48,7 @@ from bridge_jax.training.assets import Assets, round_folder, separator, with_enc
 from bridge_jax.training.blocks import note, run_stage, summary
 from bridge_jax.training.credit_stage import scoring_config
 from bridge_jax.training.encoder_training import EncoderConfig, Pair
-from bridge_jax.training.relevance import Candidates, Relevance, by_likelihood, judged
+from bridge_jax.training.relevance import Candidates, Local, Relevance, by_likelihood, judged
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def prepare(
         this.train(this.pairs(questions))
     began = time.monotonic()
     assets = with_encoder(assets, folder)
-    if "index" not in summary(folder):
+    if distributed.on_main(lambda: "index" not in summary(folder)):  # asked once: the main process may have noted it by now
         note(folder, "index", {"seconds": time.monotonic() - began, "passages": len(assets.corpus)})
     return assets, metrics_of(distributed.on_main(lambda: summary(folder)))
 
@@ -106,15 +106,22 @@ class _Round:
         turns = [(row, trajectories[row["trajectory"]]) for row in candidates]
         groups = max(1, self.rows // max(1, self.candidates))
         local = stage("local", turns, BLOCKS * groups, self._local())
+        self._say_unread(local)
         reached = stage("global", turns, BLOCKS * groups, self._global(groups))
         pairs = stage("pairs", list(zip(candidates, local, reached, strict=True)), 1 << 20, self._pairs)
         if not pairs:
-            counts = {key: value for key, value in summary(self.folder)["pairs"].items() if key in DROPPED and value}
-            raise UserError(
-                f"{self.folder}: none of {len(candidates)} searches teaches the retriever anything ({counts or 'no search'}): let "
-                "the agent learn to search first (a warm start), raise config.agentic.questions, or lower config.agentic.min_local"
-            )
+            raise UserError(_nothing_learnt(self.folder, distributed.on_main(lambda: summary(self.folder))))
         return pairs
+
+    def _say_unread(self, local: Sequence[dict]) -> None:
+        said = [text for row in local for text in row.get("unread", ())]
+        if said and distributed.is_main():
+            facts = summary(self.folder)["local"]
+            log.warning(
+                "agentic_r: %d of the judge's %d replies hold no scores that can be read (the first one: %r): %d of %d searches "
+                "are dropped; %s has all of them",
+                *(len(said), facts["lists"], said[0], facts["unread"], facts["rows"], self.folder / "local.jsonl"),
+            )
 
     def _stage(self, name: str, items: Sequence, block: int, work) -> list[dict]:
         return run_stage(self.folder, name, items, block, work)
@@ -166,8 +173,15 @@ class _Round:
         def work(turns):
             asked = [_to_judge(*turn) for turn in turns]
             found = _spread(relevance, asked) if everywhere else distributed.on_main(lambda: relevance(asked))
-            rows = [{"scores": one.scores, "sub_answer": one.hint} for one in found]
-            return rows, Counter(judge_calls=sum(one.calls for one in found), unread=sum(one.scores is None for one in found))
+            counts = Counter(
+                judge_calls=sum(one.calls for one in found),
+                judge_prompt_tokens=sum(one.prompt_tokens for one in found),
+                judge_tokens=sum(one.tokens for one in found),
+                lists=sum(one.lists for one in found),
+                unread_lists=sum(len(one.unread) for one in found),
+                unread=sum(one.scores is None for one in found),
+            )
+            return [_local_row(one) for one in found], counts
 
         return work
 
@@ -323,6 +337,27 @@ def _trajectory_row(number: int, episode: Episode) -> dict:
         "prompt": episode.prompt.tolist(),
         "tokens": episode.tokens.tolist(),
     }
+
+
+def _local_row(found: Local) -> dict:
+    unread = {"unread": list(found.unread)} if found.unread else {}
+    return {"scores": found.scores, "sub_answer": found.hint} | unread
+
+
+def _nothing_learnt(folder: AnyPath, found: dict[str, dict]) -> str:
+    """Why a round has no pairs, and what to do about the most frequent reason."""
+    counts = {name: found["pairs"][name] for name in DROPPED if found["pairs"].get(name)}  # without a search nothing was counted
+    mends = {
+        "dropped_unread": f"take a judge that gives scores ({folder / 'local.jsonl'} has what this one said)",
+        "dropped_faults": "see to the search engine",
+        "dropped_never_right": "begin with a better agent (a warm start), or raise config.agentic.questions",
+        "dropped_low_local": "lower config.agentic.min_local, or take a judge (config.agentic.judge)",
+    }
+    mend = mends[max(counts, key=counts.get)] if counts else "let the agent learn to search first (a warm start)"
+    return (
+        f"{folder}: none of {found['candidates']['rows']} searches teaches the retriever anything ({counts or 'no search'}): "
+        f"{mend}, in another --workdir"
+    )
 
 
 def _question(trajectory: dict) -> Question:

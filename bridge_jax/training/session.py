@@ -15,7 +15,7 @@ from bridge_jax.training.checkpoints import Checkpoints
 from bridge_jax.training.inputs import claim_inputs
 from bridge_jax.training.methods import stages_of
 from bridge_jax.training.state import Learner, fingerprint
-from bridge_jax.training.workdir import claim_workdir
+from bridge_jax.training.workdir import claim_workdir, written_field
 
 # A rerun may train longer, keep or log more, and use other devices.
 MAY_CHANGE = (
@@ -85,5 +85,7 @@ def claim(config: ConfigDict, workdir: Path, write: bool = True) -> None:
     """
     staged = len(stages_of(config)) > 1
     may_change = [name for name in MAY_CHANGE if not (staged and name == "train.steps")]
+    if all(str(judge).startswith("http") for judge in (config.agentic.judge, written_field(workdir, "agentic.judge", ""))):
+        may_change.append("agentic.judge")  # the same model at another address
     claim_workdir(config, workdir, may_change=may_change, write=write)
     claim_inputs(config, workdir, "inputs.json", write)

@@ -183,76 +183,57 @@ class Found(NamedTuple):
     rows: np.ndarray
 
 
-class Pages(list):
-    path, fingerprint = "pages.jsonl", "pages"
-
-    def row_of(self, id):
-        return {page.id: row for row, page in enumerate(self)}[id]
-
-    def contents(self, row):
-        return self[row].text
-
-
 class ByVectors:
     """Exact inner products with vectors of its own."""
 
     def __init__(self, corpus, seed):
         self.corpus, self.seed = corpus, seed
         self.vectors = np.random.default_rng(seed).normal(size=(len(corpus), 8)).astype(np.float32)
-        self.loras = []
+        self.asked = []
 
     def search(self, queries, k, lora=None):
-        self.loras.append(lora)
-        asked = np.stack([np.random.default_rng([self.seed % 10, len(q)]).normal(size=8) for q in queries]).astype(np.float32)
-        scores = asked @ self.vectors.T
+        self.asked.append((k, lora))
+        queries = np.stack([np.random.default_rng([self.seed, len(q)]).normal(size=8) for q in queries]).astype(np.float32)
+        scores = queries @ self.vectors.T
         rows = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-        return Found(asked, np.take_along_axis(scores, rows, 1), rows.astype(np.int32))
+        return Found(queries, np.take_along_axis(scores, rows, 1), rows.astype(np.int32))
 
 
-def corpora(*sizes):
-    return [Pages(Passage(f"{name}{n}", "", f"{name} {n}") for n in range(size)) for name, size in zip("abc", sizes)]
-
-
-def test_one_encoder_merges_by_score():
-    parts = corpora(30, 5, 12)
-    group = [ByVectors(part, 10 * n) for n, part in enumerate(parts)]
-    fused = FusedRetriever([group])
-    got = fused.search(["one", "three"], 9, lora="L")
-    everything = np.concatenate([one.search(["one", "three"], len(one.corpus)).query_vectors[0] @ one.vectors.T for one in group])
-    np.testing.assert_array_equal(got.rows[0], np.argsort(-everything, kind="stable")[:9])
-    np.testing.assert_allclose(got.scores[0], np.sort(everything)[::-1][:9], rtol=1e-6)
-    assert group[0].loras[0] == "L" and len(fused.corpus) == 47
-    for row in (0, 29, 30, 34, 35, 46):
-        passage = fused.corpus[row]
-        assert fused.corpus.row_of(passage.id) == row and fused.corpus.contents(row) == passage.text
-    for row in (-1, 47):
-        with pytest.raises(IndexError):
-            fused.corpus[row]
-    with pytest.raises(KeyError):
-        fused.corpus.row_of("z")
+class Pages(list):
+    def __init__(self, count, fingerprint="pages"):
+        super().__init__(Passage(str(n), "", f"text {n}") for n in range(count))
+        self.fingerprint = fingerprint
 
 
 def test_two_encoders_fuse_by_reciprocal_rank():
-    parts = corpora(40, 30)
-    groups = [[ByVectors(part, 10 * n + e) for n, part in enumerate(parts)] for e in (1, 2)]
-    got = FusedRetriever(groups).search(["one"], 10, lora="L")
-    scores = {}
-    for group in groups:  # MedRAG's merge, written out: every corpus's best, one order an encoder, 1 / (100 + rank)
-        found = [(score, start + int(row)) for one, start in zip(group, (0, 40))
-                 for score, row in zip(*(part[0] for part in one.search(["one"], 100)[1:]))]  # fmt: skip
-        for rank, (_, row) in enumerate(sorted(found, key=lambda pair: -pair[0])[:100], start=1):
-            scores[row] = scores.get(row, 0) + 1 / (100 + rank)
-    best = sorted(scores, key=lambda row: -scores[row])[:10]
-    np.testing.assert_allclose(got.scores[0], [scores[row] for row in best], rtol=1e-6)
-    assert got.rows[0].tolist() == best
-    assert groups[0][0].loras[0] == "L" and groups[1][0].loras[0] is None
+    pages = Pages(150)
+    parts = [ByVectors(pages, 1), ByVectors(pages, 2)]
+    fused = FusedRetriever(parts)
+    got = fused.search(["one", "three"], 10, lora="L")
+    for n, query in enumerate(["one", "three"]):
+        scores = {}
+        for part in parts:  # MedRAG's merge, written out: 1 / (100 + rank)
+            for rank, row in enumerate(part.search([query], 100).rows[0].tolist(), start=1):
+                scores[row] = scores.get(row, 0) + 1 / (100 + rank)
+        best = sorted(scores, key=lambda row: -scores[row])[:10]
+        np.testing.assert_allclose(got.scores[n], [scores[row] for row in best], rtol=1e-6)
+        assert got.rows[n].tolist() == best
+    assert [part.asked[0] for part in parts] == [(100, "L"), (100, None)] and fused.corpus is pages
+    np.testing.assert_array_equal(got.query_vectors, parts[0].search(["one", "three"], 1).query_vectors)
+    few = FusedRetriever([ByVectors(Pages(4), seed) for seed in (1, 2)])
+    assert sorted(few.search(["one"], 6).rows[0].tolist()) == [-1, -1, 0, 1, 2, 3]
     with pytest.raises(UserError, match="same corpora"):
-        FusedRetriever([groups[0], groups[1][:1]])
+        FusedRetriever([parts[0], ByVectors(Pages(150, "others"), 1)])
 
 
 def test_fuse_by_hand():
     scores, rows = fuse([np.asarray([4, 2, -1]), np.asarray([2, 7])], 4, rrf_k=1)
     assert rows.tolist() == [2, 4, 7, -1] and scores.tolist() == pytest.approx([1 / 3 + 1 / 2, 1 / 2, 1 / 3, -np.inf])
     assert fuse([np.asarray([5])], 1)[1].tolist() == [5]
+    # Equal scores: by the first list, then by the second. Three ranks have one sum, in whatever order they are added.
+    lists = [np.asarray(order) for order in ([0, 1, 2, 3], [1, 2, 0, 4], [2, 0, 1, 5])]
+    for turn in itertools.permutations(lists):
+        scores, rows = fuse(turn, 6)
+        assert rows.tolist() == [row for row in turn[0] if row < 3] + [int(one[3]) for one in turn] and len(set(scores[:3])) == 1
     for order in itertools.permutations(range(4)):  # one list is its own fusion
         assert fuse([np.asarray(order)], 4)[1].tolist() == list(order)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -12,8 +13,9 @@ import pytest
 
 from bridge_jax.errors import UserError
 from bridge_jax.retrieval import scann_index
+from bridge_jax.retrieval.corpus import Corpus
 from bridge_jax.retrieval.device_index import DeviceIndex, layout, top_rows
-from bridge_jax.retrieval.merged import MergedIndex
+from bridge_jax.retrieval.merged import MergedCorpus, MergedIndex
 from bridge_jax.retrieval.scann_index import ScannIndex, ScannParameters, choose_parameters, tree_parameters
 from bridge_jax.retrieval.vectors import Int8Vectors, exact_top, quantize
 
@@ -153,10 +155,31 @@ def test_merged_by_score_is_one_index_over_all_and_by_rank_takes_turns(vectors, 
     for part, (start, stop) in enumerate(itertools.pairwise(cuts)):
         own = [line[found == part] - start for line, found in zip(rows, owner)]
         np.testing.assert_array_equal(own, parts[part].search(queries, min(len(own[0]), stop - start))[1])
+    twice = MergedIndex([parts[1], parts[1]])
+    _, rows = twice.search(queries, 20)
+    np.testing.assert_array_equal(rows[:, ::2] + 10, rows[:, 1::2])  # equal scores: by row, the first corpus first
     with pytest.raises(UserError, match="not by 'votes'"):
         MergedIndex(parts, "votes")
     with pytest.raises(UserError, match="64, 32 dimensions"):
         MergedIndex([parts[0], DeviceIndex(vectors[:, :32])])
+
+
+def test_several_corpora_are_one(tmp_path):
+    parts = []
+    for name, size in (("a", 30), ("b", 5), ("c", 12)):
+        lines = [json.dumps({"id": f"{name}{n}", "contents": f'"{name}"\n{name} {n}'}) for n in range(size)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        parts.append(Corpus.open(tmp_path / f"{name}.jsonl"))
+    merged = MergedCorpus(parts)
+    assert len(merged) == 47 and [passage.id for passage in merged] == [p.id for part in parts for p in part]
+    for row in (0, 29, 30, 34, 35, 46):
+        passage = merged[row]
+        assert merged.row_of(passage.id) == row and merged.contents(row) == f'"{passage.title}"\n{passage.text}'
+    for row in (-1, 47):
+        with pytest.raises(IndexError):
+            merged[row]
+    with pytest.raises(KeyError):
+        merged.row_of("z")
 
 
 @pytest.mark.parametrize("kind", ["exact", "scann"])

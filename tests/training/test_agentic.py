@@ -4,6 +4,7 @@ What plays and judges is scripted here; the engine's part is in tests/rollout/te
 real runs with SIGKILL in every stage.
 """
 
+import dataclasses
 import json
 import types
 import zlib
@@ -21,9 +22,10 @@ from bridge_jax.models import e5
 from bridge_jax.rollout.episodes import Episode, Turn
 from bridge_jax.training import agentic, encoder_training
 from bridge_jax.training.assets import load_assets, separator
+from bridge_jax.training.blocks import read_rows, summary
 from bridge_jax.training.metrics import read_metrics
 from bridge_jax.training.relevance import Local
-from bridge_jax.training.session import open_session
+from bridge_jax.training.session import claim, open_session
 
 FIELDS = {
     "train__steps": 2, "train__eval_every": 0, "train__checkpoint_every": 1, "agentic__questions": 10, "agentic__candidates": 6,
@@ -205,10 +207,47 @@ def test_what_a_round_writes_and_counts(assets, tmp_path):
     assert np.abs(assets.index.vectors(np.arange(5)) - vectors).max() > 0.05
 
 
-def test_nothing_to_learn_from_is_said(assets, tmp_path, monkeypatch):
-    monkeypatch.setattr(agentic._Round, "_relevance", lambda self: (lambda asked: [Local(None)] * len(asked), True))
-    with pytest.raises(UserError, match=r"none of \d+ searches teaches the retriever anything.*dropped_unread.*agentic.min_local"):
+def test_nothing_to_learn_from_is_said(assets, tmp_path, monkeypatch, caplog):
+    found = Local(None, "hint", 3, 2, ("well, <it> depends", "no"), 50, 5)
+    monkeypatch.setattr(agentic._Round, "_relevance", lambda self: (lambda asked: [found] * len(asked), True))
+    for _ in range(2):  # nothing is judged again
+        with pytest.raises(UserError, match=r"none of \d+ searches teaches the retriever.*dropped_unread.*local.jsonl has what"):
+            agentic.prepare(assets.config, tmp_path, 1, assets, {}, load_questions(assets.config.data.train[0]))
+        monkeypatch.setattr(agentic._Round, "_relevance", lambda self: (None, True))
+    facts = summary(tmp_path / "agentic_r" / "round_1")["local"]
+    turns = facts["rows"]
+    assert {name: facts[name] / turns for name in facts if name not in ("seconds", "rows")} == {
+        "judge_calls": 3, "judge_prompt_tokens": 50, "judge_tokens": 5, "lists": 2, "unread_lists": 2, "unread": 1
+    }  # fmt: skip
+    said = f"{2 * turns} of the judge's {2 * turns} replies hold no scores that can be read (the first one: 'well, <it> depends')"
+    assert said in caplog.text
+    rows = read_rows(tmp_path / "agentic_r" / "round_1" / "local.jsonl")
+    assert rows[0] == {"scores": None, "sub_answer": "hint", "unread": ["well, <it> depends", "no"]}
+
+
+def test_an_agent_that_never_searches_is_said(assets, tmp_path, monkeypatch):
+    found = Script._whole
+
+    def whole(self, question, prompt):
+        episode = found(self, question, prompt)
+        return dataclasses.replace(episode, turns=[])
+
+    monkeypatch.setattr(Script, "_whole", whole)
+    with pytest.raises(UserError, match=r"none of 0 searches teaches .*no search.*a warm start"):
         agentic.prepare(assets.config, tmp_path, 1, assets, {}, load_questions(assets.config.data.train[0]))
+
+
+def test_a_judge_may_move_and_not_become_another_one(assets, tmp_path):
+    config = assets.config.copy_and_resolve_references().unlock()
+    for judge in ("http://one:1/v1", "http://two:2/v1"):
+        config.agentic.update({"judge": judge, "judge_model": "big"})
+        claim(config, tmp_path)
+    config.agentic.judge_model = "small"
+    with pytest.raises(UserError, match=r"agentic.judge_model was 'big'"):
+        claim(config, tmp_path)
+    config.agentic.update({"judge": "policy", "judge_model": "big"})
+    with pytest.raises(UserError, match=r"agentic.judge was 'http://two:2/v1'"):
+        claim(config, tmp_path)
 
 
 def test_an_endpoint_is_asked_once_by_one_process(assets, tmp_path, monkeypatch):
@@ -222,7 +261,7 @@ def test_an_endpoint_is_asked_once_by_one_process(assets, tmp_path, monkeypatch)
 
         def complete_many(self, asked):
             self.asked += asked
-            return [Reply("<scores> 80, 20, 20, 20, 20, 20") for _ in asked]
+            return [Reply("<scores> 80, 20, 20, 20, 20, 20", "stop", 30, 3) for _ in asked]
 
     monkeypatch.setattr(agentic, "Endpoint", Endpoint)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
@@ -233,7 +272,7 @@ def test_an_endpoint_is_asked_once_by_one_process(assets, tmp_path, monkeypatch)
     episode = Script(None)._whole(load_questions(config.data.train[0])[0], [1])
     candidate = {"history": 4, "generations": 1, "query": "query 0", "rows": [3, 4, 5, 6, 7, 8], "scores": [0.0] * 6}
     [found] = ask([agentic._to_judge(candidate, agentic._trajectory_row(0, episode))])
-    assert found == Local([80, 20, 20, 20, 20, 20], "Not Sure", 2) and not everywhere
+    assert found == Local([80, 20, 20, 20, 20, 20], "Not Sure", 2, 1, (), 60, 6) and not everywhere
     assert made == [("http://localhost:1/v1", "big", "secret", tmp_path / "judge.requests.jsonl")]
 
 

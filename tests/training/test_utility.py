@@ -46,13 +46,16 @@ def test_what_is_no_list_of_two_scores(text):
 
 def test_the_last_list_counts_and_brackets_are_forgiven():
     assert read_scores("<scores>1, 2</scores> no: <scores>[80, 20]</scores>", 2) == [80, 20]
+    assert read_scores("<scores>80, 20</scores", 2) == [80, 20]
 
 
 @given(st.text())
 def test_a_hint_is_one_line_or_not_sure(text):
     assert read_sub_answer(text) == relevance.NOT_SURE or "<sub_answer>" in text
-    hint = read_sub_answer(f"well <sub_answer>{text.replace('sub_answer', '')}</sub_answer>")
-    assert hint == (" ".join(text.replace("sub_answer", "").split()) or relevance.NOT_SURE)
+    plain = text.replace("<", "")
+    hint = read_sub_answer(f"well <sub_answer>{plain}</sub_answer>")
+    assert hint == (" ".join(plain.split()) or relevance.NOT_SURE)
+    assert hint == read_sub_answer(f"<sub_answer>{plain}</sub_answer")  # as `transformers serve` gives it
     assert read_sub_answer("<sub_answer> Ada\nLovelace") == "Ada Lovelace"
 
 
@@ -64,7 +67,8 @@ class Judge:
 
     def generate(self, messages, *, stops, max_tokens):
         self.asked += messages
-        return [Reply(self.answer(message)) for message in messages]
+        answers = [self.answer(message) for message in messages]
+        return [answer if isinstance(answer, Reply) else Reply(answer, "stop", 7, 2) for answer in answers]
 
 
 def candidates(count, trace=""):
@@ -99,6 +103,25 @@ def test_one_list_that_cannot_be_read_drops_its_turn_alone():
     found = relevance.judged(judge, corpus)([candidates(12), candidates(11), candidates(10)])
     assert [one.scores for one in found] == [None, [*[5] * 10, 1], [5] * 10]
     assert [one.calls for one in found] == [3, 3, 2] and {one.hint for one in found} == {relevance.NOT_SURE}
+    assert [one.lists for one in found] == [2, 2, 1]
+    assert [one.unread for one in found] == [(f"<scores>{'5,' * 9}5",), (), ()]
+    assert [(one.prompt_tokens, one.tokens) for one in found] == [(21, 6), (21, 6), (14, 4)]
+
+
+@pytest.mark.parametrize(
+    ("reply", "scores", "unread"),
+    [
+        (Reply("<scores> 90, 10", "length"), None, ("<scores> 90, 10",)),  # perhaps 100 was to come
+        (Reply("<scores> 90, 10 </scores>", "length"), [90, 10], ()),
+        (Reply("<scores> 90, 10", "stop"), [90, 10], ()),  # the server keeps the tag it stopped at to itself
+        (Reply("", "too_long", problem="9,000 tokens, the limit 4,096"), None, ("9,000 tokens, the limit 4,096",)),
+        (Reply("I would\nsay 90 and 10.", "stop"), None, ("I would say 90 and 10.",)),
+    ],
+)
+def test_a_reply_that_cannot_be_read_is_kept(reply, scores, unread):
+    corpus = [Passage(str(n), "t", "x") for n in range(2)]
+    [found] = relevance.judged(Judge(lambda message: reply), corpus)([candidates(2)])
+    assert (found.scores, found.unread) == (scores, unread)
 
 
 # --- choosing
