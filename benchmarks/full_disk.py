@@ -3,11 +3,11 @@
     python benchmarks/full_disk.py              # Linux, root (it mounts small memory disks): minutes
     python benchmarks/full_disk.py --sizes=3    # fewer sizes
 
-The tiny world of the tests (`tests/training/tiny_run.py`), its workdir on a memory disk of N bytes, N evenly from nearly nothing to
-what the whole run takes, so that the disk gets full in the first file, in a checkpoint, in the logs or in the export. Required of
-each: exit code 2, a last line that names a path below the workdir and says that it cannot be written, no traceback. Then the disk
-is made larger and the same command runs again: it goes on from the newest whole checkpoint, and what it leaves equals the run that
-never lacked room, as in `crash_matrix.py`.
+The tiny world of the tests (`tests/training/tiny_run.py`) with every checkpoint kept, its workdir on a memory disk of N bytes: once
+too small to begin (`workdir.PROBE`), then N evenly from there to what the whole run takes, so that the disk gets full in a checkpoint,
+in the logs or in the export. Required of each: exit code 2, a last line that names the workdir or a path below and says that it
+cannot be written, no traceback. Then the disk is made larger and the same command runs again: it goes on from the newest whole
+checkpoint, and what it leaves equals the run that never lacked room, as in `crash_matrix.py`.
 
 Writes benchmarks/results/full_disk.json and prints it as its last line.
 """
@@ -32,8 +32,10 @@ from machine import about
 
 from bridge_jax.files import write_text
 from bridge_jax.training.checkpoints import newest
+from bridge_jax.training.workdir import PROBE
 
 ROOM = "64m"
+STEPS = 20
 
 
 @contextlib.contextmanager
@@ -63,7 +65,7 @@ def one(run: list[str], workdir: Path, size: int, expected: dict) -> dict:
         wrong = []
         if first.returncode:
             if first.returncode != 2 or not re.match(
-                r"error: WORKDIR/?\S* cannot be written \(No space left on device\)", row["said"]
+                r"error: (--workdir=WORKDIR: )?WORKDIR/?\S* cannot be written \(No space left on device\)", row["said"]
             ):
                 wrong.append("not the one line that is promised")
             if "Traceback" in first.stderr:
@@ -97,16 +99,17 @@ def main() -> None:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "jax_cache"))
     os.environ["BRIDGE_JAX_CACHE"] = str(folder / "cache")
     try:
-        run = words("tiny", folder)
+        run = [*words("tiny", folder), f"--config.train.steps={STEPS}", f"--config.train.keep={STEPS}"]
         with disk(folder / "unbroken", 2**26):
             done = child(run, folder / "unbroken")
             if done.returncode:
                 raise SystemExit(f"the run with room failed: {done.stderr[-2000:]}")
             expected = result(folder / "unbroken")
             needed = shutil.disk_usage(folder / "unbroken").used
-        rows = []
+        rows, least = [], PROBE + 2**16
         for number in range(args.sizes):
-            size = round(needed * (number + 0.5) / args.sizes / 4096) * 4096
+            size = least + (needed - least) * (number - 0.5) / (args.sizes - 1) if number else PROBE / 2
+            size = round(size / 4096) * 4096
             rows.append(one(run, folder / f"disk{number}", size, expected))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     finally:
