@@ -6,8 +6,8 @@
 The tiny world of the tests (`tests/training/tiny_run.py`) with every checkpoint kept, its workdir on a memory disk of N bytes: once
 too small to begin (`workdir.PROBE`), then N evenly from there to what the whole run takes, so that the disk gets full in a
 checkpoint, in the logs or in the export. Required of each: exit code 2, a last line that names the workdir or a path below and says
-that it cannot be written, no traceback. Then the disk is made larger and the same command runs again: it goes on from the newest whole
-checkpoint, and what it leaves equals the run that never lacked room, as in `crash_matrix.py`.
+that it cannot be written, no traceback. Then the disk is made larger and the same command runs again: it goes on from the newest
+whole checkpoint, and what it leaves equals the run that never lacked room, as in `crash_matrix.py`.
 
 Writes benchmarks/results/full_disk.json and prints it as its last line.
 """
