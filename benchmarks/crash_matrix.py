@@ -42,8 +42,8 @@ RUNS, SEED = 50, 0
 LONGEST_DELAY = 0.5  # seconds from a point to the kill
 # configs/mini.py's models, passages and questions; few of the last, so that a run takes seconds.
 MINI = {
-    "train.steps": 3, "train.questions": 4, "train.eval_every": 2, "train.checkpoint_every": 1, "train.log_rollouts_every": 1,
-    "data.eval": "mini/one_hop,mini/two_hop", "data.eval_limit": 4, "grpo.minibatch_questions": 4, "grpo.microbatch": 16,
+    "train.steps": 3, "train.questions": 8, "train.eval_every": 2, "train.checkpoint_every": 1, "train.log_rollouts_every": 1,
+    "data.eval": "mini/one_hop,mini/two_hop", "data.eval_limit": 4, "grpo.minibatch_questions": 8, "grpo.microbatch": 32,
     "rollout.batch_groups": 4, "credit.max_turns": 16, "credit.minibatch": 8,
 }  # fmt: skip
 TINY = {"train.steps": 6, "train.eval_every": 2, "train.checkpoint_every": 1}
@@ -115,6 +115,8 @@ def unbroken_run(run: list[str], folder: Path) -> tuple[dict, Counter]:
         done = child(run, folder / "unbroken", f"--count={counts}")
         if done.returncode:
             raise SystemExit(f"the unbroken run failed: {done.stderr[-2000:]}")
+    if not any(row.get("policy/grad_norm", 0) > 1e-3 for row in read_metrics(folder / "unbroken" / "metrics.jsonl")):
+        raise SystemExit("the unbroken run learns nothing: no advantage differs from 0")
     return result(folder / "unbroken"), Counter(json.loads(counts.read_text()))
 
 

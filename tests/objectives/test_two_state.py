@@ -186,7 +186,7 @@ def test_the_second_retriever_descends_the_rag_loss_alone_on_the_same_minibatche
     bridge, _ = lower("one_state")(frozen, start.replace(star=None, star_opt=None), turns)
     rag_only, alone = lower("one_state", use_outcome=False)(frozen, start.replace(star=None, star_opt=None), turns)
     close(both.retriever, bridge.retriever, 1e-5)
-    close(both.star, rag_only.retriever, 1e-6)
+    close(both.star, rag_only.retriever, 1e-5)
     assert metrics["two_state/star_rag_nll"] == pytest.approx(float(alone["retriever/rag_nll"]), rel=1e-5)
     assert bridge.star is None and bridge.star_opt is None
 
