@@ -23,7 +23,7 @@ from bridge_jax.models import e5, qwen2
 from bridge_jax.models.lora import load_peft
 from bridge_jax.retrieval.retriever import RetrievalFault, Retriever
 from bridge_jax.training.checkpoints import Checkpoints
-from bridge_jax.training.loop import Loop, _refuse_lost_checkpoints
+from bridge_jax.training.loop import GAP_ALARM, Loop, _refuse_lost_checkpoints
 from bridge_jax.training.metrics import read_metrics
 from bridge_jax.training.session import open_session
 from bridge_jax.training.workdir import exclusive, written_field
@@ -211,14 +211,18 @@ def test_a_step_in_which_nobody_searches(world, tmp_path):
 
 @pytest.mark.parametrize(("gap", "warned"), [(0.0, False), (9e-4, False), (2e-3, True), (float("nan"), True), (float("inf"), True)])
 def test_the_alarm_of_sampler_and_trainer(gap, warned):
-    said, this = [], SimpleNamespace(_gap_limit=1e-3, _skipped=0, config=configuration.default())
+    said, this = [], SimpleNamespace(_gap_alarm=GAP_ALARM["float32"], _skipped=0, config=configuration.default())
     this._count_skipped = lambda row: Loop._count_skipped(this, row)
     Loop.check(this, 3, {"gap/logp_max": gap}, SimpleNamespace(say=said.append))
     assert len(said) == warned and all("step 3: the sampler's and the trainer's log-probs differ" in text for text in said)
+    this._gap_alarm, rows = GAP_ALARM["bfloat16"], [{"gap/logp_mean": 2e-4, "gap/logp_max": 0.07}, {"gap/logp_mean": 3e-2}]
+    for row in rows:
+        Loop.check(this, 4, row, SimpleNamespace(say=said.append))
+    assert len(said) == warned + 1 and "gap/logp_mean is 3.0e-02, expected below 2e-02" in said[-1]
 
 
 def test_updates_that_are_not_finite_stop_the_run_when_they_come_in_a_row():
-    this = SimpleNamespace(_gap_limit=1e-3, _skipped=0, config=configuration.default())
+    this = SimpleNamespace(_gap_alarm=GAP_ALARM["float32"], _skipped=0, config=configuration.default())
     this._count_skipped = lambda row: Loop._count_skipped(this, row)
     bad, good = {"retriever/skipped_updates": 2.0}, {"policy/skipped_updates": 0.0}
     for step, row in enumerate([bad, bad, good, bad, bad], start=1):
