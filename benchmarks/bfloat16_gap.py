@@ -48,7 +48,8 @@ def summary(rows: list[dict], alarm: str, limit: float) -> dict:
     largest, mean = (np.array([row[f"gap/logp_{kind}"] for row in rows]) for kind in ("max", "mean"))
     rewards = [row["reward/mean"] for row in rows]
     return {
-        "steps": len(rows), "alarm": alarm, "limit": limit, "largest": float(largest.max()), "median_of_largest": float(np.median(largest)),
+        "steps": len(rows), "alarm": alarm, "limit": limit,
+        "largest": float(largest.max()), "median_of_largest": float(np.median(largest)),
         "mean": float(mean.mean()), "steps_above_the_limit": sum(row[alarm] > limit for row in rows),
         "largest_mean": float(mean.max()), "steps_with_one_token_above_0.02": int((largest > 0.02).sum()),
         "first_ten_largest": float(largest[:10].max()), "last_ten_largest": float(largest[-10:].max()),

@@ -269,8 +269,8 @@ def training_mixture(config: ConfigDict) -> Mixture:
     return Mixture(tuple(config.data.train), parts, weights)
 
 
-# What a step warns of: (metric, limit). In bfloat16 the largest of thousands of tokens is one token's rounding, up to 0.07 in a sound
-# run (benchmarks/bfloat16_gap.py): the mean is watched.
+# What a step warns of: (metric, limit). In bfloat16 the largest of thousands of tokens is one token's rounding, up to 0.07 in a
+# sound run (benchmarks/bfloat16_gap.py): the mean is watched.
 GAP_ALARM = {"float32": ("gap/logp_max", 1e-3), "bfloat16": ("gap/logp_mean", 2e-2)}
 # Over the run, for comparing methods at equal cost: phases of one step, each of several optimiser steps; and sampled rollouts.
 COUNTS = ("count/policy_updates", "count/retriever_updates", "count/rollouts")
