@@ -42,6 +42,7 @@ from bridge_jax.rollout.episodes import Played, summarise
 from bridge_jax.training import batch as batches
 from bridge_jax.training import flops
 from bridge_jax.training.agentic import prepare
+from bridge_jax.training.alarms import Alarms
 from bridge_jax.training.assets import Assets, load_assets, trained_folder
 from bridge_jax.training.checkpoints import Checkpoints, newest
 from bridge_jax.training.credit_stage import CreditStage
@@ -196,7 +197,7 @@ class Run:
         row = self._write()
         if score is not None and distributed.is_main():
             self.evaluated()
-        self.loop.check(step, row, self.display)
+        self.loop.alarms.check(step, row, self.display.say)
         if score is not None or step % train.checkpoint_every == 0:
             self._save(state, score)
         self.display.step(step, row)
@@ -269,9 +270,6 @@ def training_mixture(config: ConfigDict) -> Mixture:
     return Mixture(tuple(config.data.train), parts, weights)
 
 
-# What a step warns of: (metric, limit). In bfloat16 the largest of thousands of tokens is one token's rounding, up to 0.07 in a
-# sound run (benchmarks/bfloat16_gap.py): the mean is watched.
-GAP_ALARM = {"float32": ("gap/logp_max", 1e-3), "bfloat16": ("gap/logp_mean", 2e-2)}
 # Over the run, for comparing methods at equal cost: phases of one step, each of several optimiser steps; and sampled rollouts.
 COUNTS = ("count/policy_updates", "count/retriever_updates", "count/rollouts")
 
@@ -287,13 +285,11 @@ class Loop:
         self._credit = CreditStage(config, assets)
         self._selection = Selection(config, log.workdir, learner)
         self._reward = load_function(config.reward.function, "reward.function")
-        self._gap_alarm = GAP_ALARM[config.policy.compute_dtype]
-        self._skipped = 0  # steps in a row with a skipped update; a resumed run reads them and the counts back
+        before = [row for row in read_metrics(log.path) if row["step"] <= start]  # a run that goes on counts on
+        self.alarms = Alarms(config, before)
         self._counts = dict.fromkeys(COUNTS, 0)
-        for row in read_metrics(log.path):
-            if row["step"] <= start:
-                self._count_skipped(row)
-                self._counts |= {name: row[name] for name in COUNTS if name in row}
+        for row in before:
+            self._counts |= {name: row[name] for name in COUNTS if name in row}
 
     def step(self, step: int, state: BridgeState) -> tuple[BridgeState, dict[str, float]]:
         """Step number `step` (from 1): -> (state, metrics). The old state is consumed.
@@ -399,26 +395,3 @@ class Loop:
             retriever_lora=lora,
             advance=lambda questions: preemption.check(),
         )
-
-    def check(self, step: int, metrics: dict, display: Display) -> None:
-        """Warn when sampler and trainer disagree; stop a run that only produces non-finite gradients.
-
-        Raises:
-          UserError: `config.train.max_skipped_updates` steps in a row had a skipped update.
-        """
-        name, limit = self._gap_alarm
-        if not metrics.get(name, 0.0) <= limit:  # also where it is no number
-            display.say(
-                f"warning: step {step}: the sampler's and the trainer's log-probs differ: {name} is {metrics[name]:.1e}, "
-                f"expected below {limit:.0e}: importance ratios are off"
-            )
-        self._count_skipped(metrics)
-        if self._skipped >= self.config.train.max_skipped_updates:
-            raise UserError(
-                f"step {step}: non-finite gradients in {self._skipped} steps in a row; the newest checkpoint is good: lower "
-                "config.grpo.lr, config.credit.lr or config.ppo.critic_lr and go on in a copy of this workdir"
-            )
-
-    def _count_skipped(self, row: dict) -> None:
-        skipped = sum(row.get(f"{part}/skipped_updates") or 0.0 for part in ("policy", "retriever", "ppo"))
-        self._skipped = self._skipped + 1 if skipped else 0

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -23,7 +22,7 @@ from bridge_jax.models import e5, qwen2
 from bridge_jax.models.lora import load_peft
 from bridge_jax.retrieval.retriever import RetrievalFault, Retriever
 from bridge_jax.training.checkpoints import Checkpoints
-from bridge_jax.training.loop import GAP_ALARM, Loop, _refuse_lost_checkpoints
+from bridge_jax.training.loop import _refuse_lost_checkpoints
 from bridge_jax.training.metrics import read_metrics
 from bridge_jax.training.session import open_session
 from bridge_jax.training.workdir import exclusive, written_field
@@ -207,28 +206,6 @@ def test_a_step_in_which_nobody_searches(world, tmp_path):
     assert rows[0]["rollout/truncated"] == rows[0]["reward/zero_advantage_groups"] == 1
     assert all(np.isfinite(value) for value in rows[0].values())
     assert rows[0]["policy/skipped_updates"] == 0 and rows[0]["policy/loss"] == pytest.approx(0, abs=1e-6)
-
-
-@pytest.mark.parametrize(("gap", "warned"), [(0.0, False), (9e-4, False), (2e-3, True), (float("nan"), True), (float("inf"), True)])
-def test_the_alarm_of_sampler_and_trainer(gap, warned):
-    said, this = [], SimpleNamespace(_gap_alarm=GAP_ALARM["float32"], _skipped=0, config=configuration.default())
-    this._count_skipped = lambda row: Loop._count_skipped(this, row)
-    Loop.check(this, 3, {"gap/logp_max": gap}, SimpleNamespace(say=said.append))
-    assert len(said) == warned and all("step 3: the sampler's and the trainer's log-probs differ" in text for text in said)
-    this._gap_alarm, rows = GAP_ALARM["bfloat16"], [{"gap/logp_mean": 2e-4, "gap/logp_max": 0.07}, {"gap/logp_mean": 3e-2}]
-    for row in rows:
-        Loop.check(this, 4, row, SimpleNamespace(say=said.append))
-    assert len(said) == warned + 1 and "gap/logp_mean is 3.0e-02, expected below 2e-02" in said[-1]
-
-
-def test_updates_that_are_not_finite_stop_the_run_when_they_come_in_a_row():
-    this = SimpleNamespace(_gap_alarm=GAP_ALARM["float32"], _skipped=0, config=configuration.default())
-    this._count_skipped = lambda row: Loop._count_skipped(this, row)
-    bad, good = {"retriever/skipped_updates": 2.0}, {"policy/skipped_updates": 0.0}
-    for step, row in enumerate([bad, bad, good, bad, bad], start=1):
-        Loop.check(this, step, row, None)
-    with pytest.raises(configuration.UserError, match="step 6: non-finite gradients in 3 steps in a row; the newest checkpoint"):
-        Loop.check(this, 6, bad, None)
 
 
 def test_a_run_stops_when_too_many_searches_fail(world, tmp_path, monkeypatch, capsys):
