@@ -10,6 +10,7 @@ results/agentic_kill.json.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -110,6 +111,7 @@ class Run:
 
 @main_guard
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="agentic-kill-") as folder:
         overrides = OVERRIDES | write_world(Path(folder))

@@ -10,6 +10,7 @@ have another loss), the rollouts and metrics of the agent's step. Writes results
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -59,6 +60,7 @@ def compared(bench: World, name: str, **fields) -> dict:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     folder = Path(tempfile.mkdtemp(prefix="agentic-processes-"))
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "jax_cache"))
     bench = World(folder)

@@ -32,11 +32,10 @@ def no_room(error: BaseException | None) -> str | None:
         return None
     if isinstance(error, BaseExceptionGroup):
         return next(filter(None, map(no_room, error.exceptions)), None)
-    words = [os.strerror(number) for number in _NO_ROOM]
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         return os.strerror(error.errno)
-    said = str(error)
-    return next((text for text in words if text in said), None) or no_room(error.__cause__ or error.__context__)
+    said = next((text for text in map(os.strerror, _NO_ROOM) if text in str(error)), None)
+    return said or no_room(error.__cause__ or error.__context__)
 
 
 def one_line(error: Exception) -> str:

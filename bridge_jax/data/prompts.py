@@ -15,7 +15,8 @@ from bridge_jax.data.formats import Question
 from bridge_jax.errors import UserError
 
 _BRACKETED = re.compile(r"<[^<>]+>")
-_TAG = re.compile(r"</?(?:think|search|information|answer)>")
+TAGS = ("think", "search", "information", "answer")  # of the protocol
+_TAG = re.compile(f"</?(?:{'|'.join(TAGS)})>")
 
 STYLES = {
     "search_r1": (

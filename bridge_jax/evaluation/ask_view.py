@@ -16,7 +16,7 @@ from bridge_jax.rollout.rows import Episode, Row, Turn
 from bridge_jax.terminal import visible
 
 _STYLES = {"think": "italic", "search": "bold cyan", "information": "dim", "answer": "bold green"}
-_BLOCK = re.compile(r"<(think|search|information|answer)>.*?(?:</\1>|$)", re.DOTALL)
+_BLOCK = re.compile(rf"<({'|'.join(_STYLES)})>.*?(?:</\1>|$)", re.DOTALL)
 
 
 def plain(text: str, style: str = "") -> Text:

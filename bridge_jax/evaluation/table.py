@@ -13,7 +13,7 @@ _STYLE = {"title_justify": "left", "box": None, "padding": (0, 1, 0, 0)}  # narr
 LABELS = {"single_hop": "single-hop avg", "multi_hop": "multi-hop avg", "medical": "medical avg", "overall": "average"}
 
 
-def plain(text: str) -> str:
+def unmarked(text: str) -> str:
     """A name from a file, a path or a model: no markup, and nothing that a terminal would obey."""
     return escape(visible(text))
 
@@ -21,14 +21,14 @@ def plain(text: str) -> str:
 def results_table(result: Mapping, title: str = "") -> Table:
     """One row a data set, then the averages. `result`: of `evaluation.run.evaluate_sets`."""
     k = result["k"]
-    table = Table(title=plain(title) or None, **_STYLE)
+    table = Table(title=unmarked(title) or None, **_STYLE)
     table.add_column("data set", overflow="fold", min_width=8)
     timed = any(row.get("latency") is not None for row in result["datasets"].values())
     for name in ("n", "EM", "95 %", "F1", "sub-EM", *dict.fromkeys(("R@3", f"R@{k}")), "searches", "tokens", *(["s"] * timed)):
         table.add_column(name, justify="right", no_wrap=True)
     for name, row in _rows(result):
         table.add_row(
-            plain(name),
+            unmarked(name),
             str(row["n"]),
             _percent(row["em"]),
             f"{_percent(row['em_low'])}-{_percent(row['em_high'])}",
@@ -57,7 +57,7 @@ def medical_table(result: Mapping) -> Table:
             str(row["unparseable"]),
             str(row["no_search"]),
         )
-        table.add_row(plain(name), *cells)
+        table.add_row(unmarked(name), *cells)
     if len(rows) > 1:
         table.add_row(LABELS["medical"], "", _percent(sum(row["accuracy"] for row in rows.values()) / len(rows)), "", "", "")
     return table
@@ -65,7 +65,7 @@ def medical_table(result: Mapping) -> Table:
 
 def against_table(found: Mapping, title: str = "") -> Table:
     """`paired.compare`: EM of both, the difference with its 95 % interval, wins and losses, and the differences of the others."""
-    table = Table(title=plain(title) or None, **_STYLE)
+    table = Table(title=unmarked(title) or None, **_STYLE)
     table.add_column("data set", overflow="fold", min_width=8)
     for name in ("n", "EM", "other", "diff", "95 %", "won", "lost", "p", "F1", "R@3"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -76,7 +76,7 @@ def against_table(found: Mapping, title: str = "") -> Table:
         em = row["em"]
         others = [_percent(row[metric]["difference"], signed=True) if row[metric] else "-" for metric in ("f1", "recall@3")]
         table.add_row(
-            plain(name),
+            unmarked(name),
             str(row["n"]),
             _percent(em["ours"]),
             _percent(em["theirs"]),
@@ -92,7 +92,7 @@ def against_table(found: Mapping, title: str = "") -> Table:
 
 def judge_table(found: Mapping, title: str = "") -> Table:
     """`judge.judge`: quality with its 95 % interval, a row a set, then averages; below, how far votes agree."""
-    table = Table(title=plain(title) or None, **_STYLE)
+    table = Table(title=unmarked(title) or None, **_STYLE)
     table.add_column("data set", overflow="fold", min_width=8)
     for name in ("n", "quality", "95 %", "unjudged"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -102,7 +102,7 @@ def judge_table(found: Mapping, title: str = "") -> Table:
     for name, row in rows:
         judged = row["quality"] is not None
         quality, spread = (f"{row['quality']:.1f}", f"{row['low']:.1f}-{row['high']:.1f}") if judged else ("-", "-")
-        table.add_row(plain(name), str(row["n"]), quality, spread, str(row["unjudged"]))
+        table.add_row(unmarked(name), str(row["n"]), quality, spread, str(row["unjudged"]))
     if found["agreement"]:
         same = found["agreement"]
         alpha = "-" if same["alpha"] is None else f"{same['alpha']:.2f}"
@@ -117,7 +117,7 @@ def _total(found: Mapping) -> int:
 
 def comparison_table(before: Mapping, after: Mapping, labels: tuple[str, str] = ("before", "after"), title: str = "") -> Table:
     """Two evaluations of the same data sets: each metric as `before -> after`; the EM column carries both 95 % intervals."""
-    table = Table(title=plain(title) or None, **_STYLE)
+    table = Table(title=unmarked(title) or None, **_STYLE)
     table.add_column("data set", overflow="fold", min_width=8)
     table.add_column("n", justify="right")
     table.add_column("", no_wrap=True)
@@ -131,7 +131,7 @@ def comparison_table(before: Mapping, after: Mapping, labels: tuple[str, str] = 
         for first, label, row in ((True, labels[0], old), (False, labels[1], new)):
             answered = f"{row['statuses']['answered'] / row['n']:.0%}" if "statuses" in row else ""
             table.add_row(
-                plain(name) if first else "",
+                unmarked(name) if first else "",
                 str(row["n"]) if first else "",
                 label,
                 _percent(row["em"]),

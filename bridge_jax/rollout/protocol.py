@@ -34,7 +34,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from bridge_jax.data.prompts import control_tokens
+from bridge_jax.data.prompts import TAGS, control_tokens
 
 SEARCH_OPEN, SEARCH_CLOSE = "<search>", "</search>"
 ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
@@ -52,7 +52,7 @@ RETRY = (
 # Of a title, a passage or a tool's reply more is never shown: one of a megabyte must not take a second each time it is found.
 MOST_CHARACTERS = 1 << 16
 # Wider than the exact tags on purpose: "< / Answer >" reads as a tag to a language model too.
-_BRACKET = re.compile(r"(<(?=(?:\s*/)?\s*(?:think|search|information|answer)\b))|[<>]", re.IGNORECASE)
+_BRACKET = re.compile(rf"(<(?=(?:\s*/)?\s*(?:{'|'.join(TAGS)})\b))|[<>]", re.IGNORECASE)
 # What shows nothing and what some tokenizers drop: control characters, and Unicode's Default_Ignorable_Code_Point.
 _UNSEEN = (
     "\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
@@ -61,9 +61,7 @@ _UNSEEN = (
 _INVISIBLE = re.compile(f"[{_UNSEEN}]")
 # A tag, whichever of what shows nothing a tokenizer drops.
 _HIDDEN = re.compile(
-    rf"<(?:[{_UNSEEN}\s]*/)?[{_UNSEEN}\s]*(?:"
-    + "|".join(f"[{_UNSEEN}]*".join(name) for name in ("think", "search", "information", "answer"))
-    + rf")(?:\b|[{_UNSEEN}])",
+    rf"<(?:[{_UNSEEN}\s]*/)?[{_UNSEEN}\s]*(?:" + "|".join(f"[{_UNSEEN}]*".join(name) for name in TAGS) + rf")(?:\b|[{_UNSEEN}])",
     re.IGNORECASE,
 )
 
