@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +10,8 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
+
+from bridge_jax.terminal import Remaining
 
 PLAIN_SECONDS = 10.0
 
@@ -48,25 +49,19 @@ def _bar(label, total, unit, done):
 @contextlib.contextmanager
 def _lines(label, total, unit, done):
     begin = spoke = time.monotonic()
-    count, first, ended = done, None, False
-
-    def say():
-        """The first units wait for programs to be compiled: what is left is reckoned without them."""
-        now = time.monotonic()
-        at, seen = first
-        rate = (count - seen) / max(now - at, 1e-9)
-        left = "0:00:00" if count >= total else datetime.timedelta(seconds=round((total - count) / rate)) if rate else "?"
-        speed = _shown((count - done) / max(now - begin, 1e-9))
-        print(f"{label}: {count:,}/{total:,} {unit}, {speed} {unit}/s, ETA {left}", file=sys.stderr, flush=True)
+    count, ended, left = done, False, Remaining(total, done)
 
     def advance(n):
-        nonlocal count, spoke, first, ended
-        count += n
-        if n and first is None:
-            first = time.monotonic(), count
-        if ended or first is None or (count < total and time.monotonic() - spoke < PLAIN_SECONDS):
+        nonlocal count, spoke, ended
+        if not n and count == done:
             return
-        spoke, ended = time.monotonic(), count >= total
-        say()
+        count += n
+        left.step(count)
+        now = time.monotonic()
+        if ended or (count < total and now - spoke < PLAIN_SECONDS):
+            return
+        spoke, ended = now, count >= total
+        speed = _shown((count - done) / max(now - begin, 1e-9))
+        print(f"{label}: {count:,}/{total:,} {unit}, {speed} {unit}/s, {left}", file=sys.stderr, flush=True)
 
     yield advance

@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from bridge_jax.terminal import Remaining, clock
 from bridge_jax.training.sparkline import sparkline
 
 # label -> metric, of the panel
@@ -42,8 +43,8 @@ class Display:
 
     def __init__(self, total: int, start: int, quiet: bool = False):
         self.console = Console(file=sys.stderr, highlight=False, quiet=quiet)
-        self._total, self._start, self._done, self._begin = total, start, start, time.monotonic()
-        self._first: float | None = None  # when the first step had ended
+        self._total, self._done, self._begin = total, start, time.monotonic()
+        self._left = Remaining(total, start)
         self._phase, self._phase_began = "starting", time.monotonic()
         self._last: dict[str, float] = {}
         self._past: dict[str, deque] = defaultdict(lambda: deque(maxlen=SPARK))
@@ -70,12 +71,12 @@ class Display:
 
     def step(self, number: int, metrics: dict[str, float]) -> None:
         self._done, self._last = number, metrics
-        self._first = self._first or time.monotonic()
+        self._left.step(number)
         for label, name in SHOWN.items():
             if isinstance(metrics.get(name), int | float):
                 self._past[label].append(float(metrics[name]))
         if self._live is None:
-            self.say(f"step {number}/{self._total}  {summary(metrics)}  {self._eta()}")
+            self.say(f"step {number}/{self._total}  {summary(metrics)}  {self._left}")
 
     def _show(self) -> None:
         if self._live and not self._live.is_started:
@@ -85,26 +86,17 @@ class Display:
         if self._live and self._live.is_started:
             self._live.stop()
 
-    def _eta(self) -> str:
-        """As the steps so far took on average, evaluations included, and without the first one, which compiles."""
-        left, measured = self._total - self._done, self._done - self._start - 1
-        if self._first is None:
-            return "first step: programs are compiled"
-        if left and not measured:
-            return "ETA after the next step"
-        return f"ETA {_clock((time.monotonic() - self._first) / max(measured, 1) * left)}"
-
     def _panel(self) -> RenderableType:
         now = time.monotonic()
         head = Table.grid(expand=True, padding=(0, 2, 0, 0))
         for ratio in (None, 1, None, None):
             head.add_column(ratio=ratio, no_wrap=True)
-        phase = Text(f"{self._phase} {_clock(now - self._phase_began)}", style="cyan")
-        head.add_row(Text(f"step {self._done}/{self._total}", "bold"), ProgressBar(self._total, self._done), phase, self._eta())
+        phase = Text(f"{self._phase} {clock(now - self._phase_began)}", style="cyan")
+        head.add_row(Text(f"step {self._done}/{self._total}", "bold"), ProgressBar(self._total, self._done), phase, str(self._left))
         parts: list[RenderableType] = [head]
         if self._last:
             parts += [self._figures(), Text(_costs(self._last), style="dim", no_wrap=True, overflow="ellipsis")]
-        return Panel(Group(*parts), title=f"training {_clock(now - self._begin)}", title_align="left", border_style="dim")
+        return Panel(Group(*parts), title=f"training {clock(now - self._begin)}", title_align="left", border_style="dim")
 
     def _figures(self) -> Table:
         """Two metrics a line, each with its last value and its course."""
@@ -134,11 +126,3 @@ def _costs(metrics: dict[str, float]) -> str:
     """Where the last step's time went."""
     parts = [f"{name} {metrics[f'time/{name}']:.1f}" for name in PHASES if f"time/{name}" in metrics]
     return f"last step {metrics['time/step']:.1f} s: {'  '.join(parts)}  ({metrics['rollout/tokens_per_second']:.0f} tokens/s)"
-
-
-def _clock(seconds: float) -> str:
-    if seconds != seconds:
-        return "-"
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}"

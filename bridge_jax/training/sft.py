@@ -31,6 +31,7 @@ from bridge_jax.files import AnyPath, absolute, append_text, as_path, delete_fol
 from bridge_jax.mesh import batch_sharding, batch_ways
 from bridge_jax.models.qwen2 import Qwen2, unembed
 from bridge_jax.objectives.logprobs import token_logps
+from bridge_jax.terminal import Remaining
 from bridge_jax.training.metrics import read_metrics
 from bridge_jax.training.traces import Trace
 
@@ -284,7 +285,7 @@ class _Meter:
         self._console = Console(file=sys.stderr, highlight=False)
         self._bar = self._task = None
         self._tokens = self._seconds = 0.0
-        self._first, self._spoke = 0.0, 0.0  # when the first step had ended, which compiles
+        self._left, self._spoke = Remaining(total, start), 0.0
 
     def __enter__(self) -> _Meter:
         if self._console.is_terminal:
@@ -302,13 +303,10 @@ class _Meter:
 
     def step(self, number: int, loss: float, tokens: int, seconds: float) -> None:
         self._tokens, self._seconds = 0.8 * self._tokens + tokens, 0.8 * self._seconds + seconds
-        self._first = self._first or time.monotonic()
+        self._left.step(number)
         text = f"loss {loss:.3f}  {self._tokens / self._seconds:,.0f} tokens/s"
         if self._bar:
             self._bar.update(self._task, completed=number, description=text)
         elif number == self._total or number - self._start <= 2 or time.monotonic() - self._spoke >= self.PLAIN_SECONDS:
             self._spoke = time.monotonic()
-            left, measured = self._total - number, number - self._start - 1
-            eta = f"ETA {(self._spoke - self._first) / max(measured, 1) * left / 60:.1f} min"
-            eta = eta if measured or not left else "ETA after the next step"
-            self._console.print(f"{self._name} {number}/{self._total}  {text}  {eta}", markup=False, soft_wrap=True)
+            self._console.print(f"{self._name} {number}/{self._total}  {text}  {self._left}", markup=False, soft_wrap=True)
