@@ -25,6 +25,12 @@ class UserError(Exception):
     """Something the user gave is wrong. The message is one line: it names the thing and the mend."""
 
 
+class Outage(UserError):
+    """Searches failed, and what was to be made of them is not made. All processes know of the same episodes, and raise this."""
+
+    everywhere = True
+
+
 def no_room(error: BaseException | None) -> str | None:
     """What an error says of a full disk, if that is what it or its cause is about; libraries that write by themselves each have
     their own kind of error for it (Orbax in groups, from threads; tokenizers and tensorstore with the system's words alone)."""

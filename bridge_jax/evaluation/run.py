@@ -18,7 +18,7 @@ from bridge_jax.data.corpora import SHIPPED
 from bridge_jax.data.formats import canonical_name
 from bridge_jax.data.prompts import build_prompt
 from bridge_jax.data.qa import Question, load_questions
-from bridge_jax.errors import UserError
+from bridge_jax.errors import Outage, UserError
 from bridge_jax.evaluation import aggregate
 from bridge_jax.evaluation.aggregate import Outcome
 from bridge_jax.retrieval.progress import track
@@ -99,6 +99,7 @@ def evaluate_sets(
 
     Raises:
       Preempted: a SIGTERM that is listened for (`preemption`) broke it off.
+      Outage: a search failed for good: nobody's answer must not become a number.
     """
     prompt = assets.config.rollout.prompt
     agent = Agent(engine or evaluation_engine(assets), policy_variables, prompt, retriever_lora=retriever_lora, seed=seed)
@@ -124,7 +125,18 @@ def evaluate_sets(
         mine = questions[distributed.index() :: distributed.count()]
         parts = distributed.share(lambda name=name, mine=mine: answered(name, mine))
         records[name] = [parts[i % len(parts)][i // len(parts)] for i in range(len(questions))]
+        _refuse_outages(name, records[name])
     return aggregate.result(records, agent.k, seed) | {"seconds": time.monotonic() - began}
+
+
+def _refuse_outages(name: str, records: Sequence[Mapping]) -> None:
+    failed = [row for row in records if row["status"] == "environment_fault"]
+    if failed:
+        said = next((part["text"] for part in failed[0]["trace"] if part["kind"] == "fault"), "see the log")
+        raise Outage(
+            f"evaluating {name}: the search engine failed in {len(failed)} of {len(records)} questions ({said}): no numbers are "
+            "made of them; the same command goes on from there"
+        )
 
 
 def load_sets(config, specs: Sequence[str] = (), split: str | None = None, limit: int | None = None) -> dict[str, list[Question]]:

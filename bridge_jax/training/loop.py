@@ -32,7 +32,7 @@ from bridge_jax import distributed, preemption
 from bridge_jax.data.prompts import build_prompt
 from bridge_jax.data.qa import Question, load_questions
 from bridge_jax.data.stream import Mixture, QuestionStream
-from bridge_jax.errors import UserError
+from bridge_jax.errors import Outage, UserError
 from bridge_jax.files import as_path, write_text
 from bridge_jax.objectives import scoring
 from bridge_jax.objectives.bilevel import BridgeState
@@ -107,12 +107,6 @@ def run(config: ConfigDict, workdir: Path, evaluate: Evaluate, evaluated: Callab
             return this.train(state)
 
 
-class Outage(UserError):
-    """Too many searches of a step failed. The state is the last finished step's. All processes have the same episodes, and this."""
-
-    everywhere = True
-
-
 class Run:
     """A run under way in this process: what is written where, and when it stops."""
 
@@ -142,8 +136,7 @@ class Run:
             self._stop(state)
             return False
         except Outage:
-            if self.done > self.saved:
-                self._save(state)
+            self._keep(state)
             raise
         self.checkpoints.wait()
         export(self.workdir, self.config, self.learner.assets, state)
@@ -233,14 +226,18 @@ class Run:
         preemption.check_together()
 
     def _stop(self, state: BridgeState) -> None:
-        """SIGTERM: `state` is the last finished step's. An evaluation that it broke off is made up for when the run goes on."""
+        """SIGTERM: `state` is the last finished step's."""
+        self._keep(state)
+        self.checkpoints.wait()
+        left = f"saved after step {self.done}" if self.done else "before the first step had ended"
+        self.display.say(f"stopped by SIGTERM, {left}: the same command goes on from there")
+
+    def _keep(self, state: BridgeState) -> None:
+        """What the last finished step left. An evaluation that was broken off is made up for when the run goes on."""
         if self.row is not None:
             self._write()
         if self.done > self.saved:
             self._save(state)
-        self.checkpoints.wait()
-        left = f"saved after step {self.done}" if self.done else "before the first step had ended"
-        self.display.say(f"stopped by SIGTERM, {left}: the same command goes on from there")
 
 
 def _evaluation_path(workdir: Path, step: int) -> Path:

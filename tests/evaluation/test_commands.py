@@ -15,7 +15,7 @@ from stub_server import serve
 from bridge_jax import ask, evaluate, warmstart
 from bridge_jax.data.prompts import build_prompt
 from bridge_jax.data.qa import load_questions
-from bridge_jax.errors import UserError
+from bridge_jax.errors import Outage, UserError
 from bridge_jax.evaluation import ask_session, ask_view, command, run, store
 from bridge_jax.evaluation.run import evaluate_sets, evaluation_engine, load_sets
 from bridge_jax.models import hub
@@ -101,6 +101,23 @@ def test_evaluation_is_the_engines_greedy_rollout(taught, monkeypatch):
     again = evaluate_sets(assets, {"params": taught.params}, {"learnt": known}, engine=engine, retriever_lora=lora, progress=False)
     assert engine._sampler.compilations() == compiled
     assert again["predictions"] == first["predictions"] == {"learnt": result["predictions"]["learnt"]}
+
+
+def test_an_outage_is_no_number(taught, monkeypatch):
+    """Nobody's answer is not a wrong answer: one failed search, and a set has no figures."""
+    search, calls = Retriever.search, []
+
+    def failing(self, queries, k, lora=None):
+        calls.append(len(queries))
+        if len(calls) == 2:
+            raise RetrievalFault("no answer from 10.0.0.1")
+        return search(self, queries, k, lora=lora)
+
+    monkeypatch.setattr(Retriever, "search", failing)
+    sets = {"learnt": [trace.question for trace in taught.traces]}
+    said = r"evaluating learnt: the search engine failed in \d of 3 questions \(.*no answer from 10.0.0.1.*\): no numbers"
+    with pytest.raises(Outage, match=said):
+        evaluate_sets(taught.world.assets, {"params": taught.params}, sets, progress=False)
 
 
 def test_load_sets(taught, tmp_path):

@@ -18,6 +18,8 @@ from safetensors.numpy import load_file, save_file
 
 from bridge_jax import ask, evaluate, train
 from bridge_jax import config as configuration
+from bridge_jax.errors import Outage
+from bridge_jax.evaluation import run as evaluation_run
 from bridge_jax.models import e5, qwen2
 from bridge_jax.models.lora import load_peft
 from bridge_jax.retrieval.retriever import RetrievalFault, Retriever
@@ -229,6 +231,27 @@ def test_a_run_stops_when_too_many_searches_fail(world, tmp_path, monkeypatch, c
     assert train.main([*command, "--config.train.max_fault_share=1"]) == 0  # as often as it fails
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2] and rows[1]["rollout/environment_fault"] > 0
+
+
+def test_an_evaluation_with_an_outage_is_made_up_for(world, tmp_path, monkeypatch, capsys):
+    """It writes no number; the step before it is kept."""
+    evaluate_sets, away = evaluation_run.evaluate_sets, [False, True]  # before the first step, and after the last
+
+    def maybe(*args, **kwargs):
+        if away and away.pop(0):
+            raise Outage("evaluating questions: the search engine failed in 3 of 4 questions")
+        return evaluate_sets(*args, **kwargs)
+
+    monkeypatch.setattr(evaluation_run, "evaluate_sets", maybe)
+    command = [f"--config={world / 'config.py'}", f"--workdir={tmp_path / 'run'}", "--config.train.steps=1"]
+    assert train.main(command) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: evaluating questions: the search engine failed in 3 of 4")
+    rows, written = read_metrics(tmp_path / "run" / "metrics.jsonl"), tmp_path / "run" / "eval" / "step_000001.json"
+    assert [row["eval/em"] for row in rows] == [None] and not written.exists()
+    assert train.main(command) == 0
+    made_up = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert len(made_up) == 1 and made_up[0]["eval/em"] == json.loads(written.read_text())["averages"]["overall"]["em"]
+    assert "going on after step 1" in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_of_its_base_weights(world, tmp_path, capsys):
