@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 from bridge_jax.terminal import visible
 
-# A place that cannot be written: the user's to mend, wherever it is noticed.
+# A place that cannot be written or read: the user's to mend, wherever it is noticed.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_USERS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
+_USERS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP}
 
 
 INTERRUPTED = "interrupted; run the same command again to go on"

@@ -30,8 +30,10 @@ def as_path(text: str | os.PathLike) -> AnyPath:
     """A path on this machine, or in a Google Cloud Storage bucket when it begins with `gs://`.
 
     Raises:
-      UserError: another kind of address; or `gs://` without a library that can read it.
+      UserError: no address or another kind of one; or `gs://` without a library that can read it.
     """
+    if not os.fspath(text):  # a shell's variable that is not set: "" would be the folder one stands in
+        raise UserError("a folder or file was given as '': write . for the folder you are in")
     address = re.sub(r"^gs:/+", "gs://", os.fspath(text))  # a pathlib.Path made of it has lost a slash
     scheme, colon, rest = address.partition("://")
     if not colon:

@@ -28,7 +28,7 @@ def load_function(name: str, field: str) -> Callable | None:
         raise UserError(f"config.{field}={name!r}: must be module:function or file.py:function")
     try:
         module = _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, SyntaxError) as error:
         raise UserError(f"config.{field}={name!r}: {where} cannot be imported ({error}); is it where you run this?") from error
     found = getattr(module, function, None)
     if not callable(found):

@@ -113,8 +113,9 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except OSError as error:
-        raise UserError(f"--host {host} --port {port}: cannot listen there ({error.strerror}); give another one") from None
+    except (OSError, UnicodeError) as error:  # the latter: no name of a host
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"--host {host} --port {port}: cannot listen there ({why}); give another one") from None
     if not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
         log.warning("listening at %s: every machine that reaches it can search; it has no authentication of its own", host)
     return listener

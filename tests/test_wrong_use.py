@@ -30,7 +30,7 @@ NEEDS = {
     "gpu": "command",
 }
 
-# Command lines with one path that leads nowhere; {} is an empty folder, and stands before that path.
+# Command lines with one path that leads nowhere; {} is an empty folder, and stands before that path. LONG: a name no disk takes.
 NOWHERE = """
 bridge_jax.train --config={}/no.py --workdir=run
 bridge_jax.train --config=MINI --workdir={}/run --config.policy.model={}/no
@@ -65,6 +65,16 @@ bridge_jax.serve --index={}/no --corpus=mini --token-file={}/no --port=0
 bridge_jax.prepare.__main__ --corpus={}/no --questions={}/no.csv --out={}/out
 bridge_jax.prepare.__main__ --corpus={} --questions={}/no.csv --out={}/out
 fit --config={}/no.py --target=v5p-8
+bridge_jax.train --config={}/LONG.py --workdir=run
+bridge_jax.train --config=MINI --workdir={}/LONG
+bridge_jax.train --config=MINI --workdir={}/run --config.policy.model={}/LONG
+bridge_jax.train --config=MINI --workdir={}/run --config.data.eval={}/LONG.jsonl
+bridge_jax.train --config=MINI --workdir={}/run --config.index.corpus={}/LONG.jsonl
+bridge_jax.evaluate --workdir={}/LONG
+bridge_jax.ask --workdir={}/LONG who?
+bridge_jax.report.__main__ --workdir={}/LONG
+bridge_jax.index --corpus=mini --encoder=mini-encoder --max-length=32 --out={}/LONG
+bridge_jax.prepare.__main__ --corpus={}/LONG --questions={}/no.csv --out={}/out
 """.strip().splitlines()
 
 
@@ -97,11 +107,44 @@ def test_a_command_without_arguments(name, capfd):
 @pytest.mark.parametrize("line", NOWHERE)
 def test_a_path_that_leads_nowhere(line, tmp_path, capfd):
     """It is named, in the last line, and nothing is left behind."""
-    name, *words = line.replace("MINI", MINI).replace("{}", str(tmp_path)).split()
+    name, *words = line.replace("MINI", MINI).replace("LONG", "x" * 300).replace("{}", str(tmp_path)).split()
     code, said = ended(name, words, capfd)
     last = said.splitlines()[-1]
     assert code == 2 and last.startswith("error: ") and str(tmp_path) in last and "Traceback" not in said, said
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "bridge_jax.train --config=MINI --workdir=",
+        "bridge_jax.evaluate --config=MINI --workdir=",
+        "bridge_jax.report.__main__ --workdir=",
+        "bridge_jax.index --corpus=mini --encoder=mini-encoder --max-length=32 --out=",
+    ],
+)
+def test_a_folder_without_a_name(line, tmp_path, capfd, monkeypatch):
+    """As a variable that is not set leaves it: not the folder one stands in."""
+    monkeypatch.chdir(tmp_path)
+    name, *words = line.replace("MINI", str(Path(MINI).absolute())).split()
+    code, said = ended(name, words, capfd)
+    assert code == 2 and said.splitlines()[-1] == "error: a folder or file was given as '': write . for the folder you are in"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", ["def reward(:\n", "x = 1\0\n"])
+def test_a_reward_that_python_cannot_read(text, tmp_path, capfd):
+    path = tmp_path / "own.py"
+    path.write_text(text)
+    words = [f"--config={MINI}", f"--workdir={tmp_path / 'run'}", f"--config.reward.function={path}:reward"]
+    code, said = ended("bridge_jax.train", words, capfd)
+    assert code == 2 and "Traceback" not in said
+    assert said.splitlines()[-1].startswith("error: config.reward.function=") and str(path) in said.splitlines()[-1]
+
+
+def test_a_host_that_is_no_name(tmp_path, capfd):
+    code, said = ended("bridge_jax.serve", [f"--index={tmp_path}", "--corpus=mini", f"--host={'x' * 70}", "--port=0"], capfd)
+    assert code == 2 and said.startswith("error: --host xxx") and "cannot listen there" in said and "Traceback" not in said
 
 
 def wrong_values(name, default):
