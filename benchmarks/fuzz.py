@@ -96,9 +96,9 @@ def failure(check: Callable[[str], None], text: str) -> str | None:
     return f"Slow: {took:.1f} s"
 
 
-def smallest(check: Callable[[str], None], text: str, tries: int = 2000) -> str:
-    """A part of the input that fails in the same way."""
-    kind = (failure(check, text) or "").partition(":")[0]
+def smallest(check: Callable[[str], None], text: str, why: str, tries: int = 2000) -> str:
+    """A part of the input that fails in the same way. why: what was wrong with all of it; asked again it might not be, if it is slow."""
+    kind = why.partition(":")[0]
     size = len(text) // 2
     while size and tries > 0:
         at = 0
@@ -126,7 +126,7 @@ def run(name: str, count: int, seed: int, longest: float = float("inf")) -> dict
             break
         tried += 1
         if why := failure(target.check, text):
-            small = smallest(target.check, text)
+            small = smallest(target.check, text, why)
             failed.append({"input": small, "why": failure(target.check, small) or why})
     seconds = time.perf_counter() - began
     return {"inputs": tried, "seconds": round(seconds, 1), "inputs_per_second": round(tried / max(seconds, 1e-9)), "failed": failed}

@@ -237,13 +237,13 @@ def load(path: str | Path, overrides: Sequence[str] = (), training: bool = True)
     Raises:
       UserError: naming the file, the field (with the nearest known name) or the value and what is allowed.
     """
-    config = _run_file(Path(path))
+    config, neutral = _run_file(Path(path)), flatten(default())
     given = [(name, text) for name, _, text in (override.partition("=") for override in overrides)]
     for name, text in given:
-        _set(config, name, text)
+        _set(config, neutral, name, text)
     _apply_method(config, {name for name, _ in given})
     # A file serves all methods: what its run gives itself is on the command line.
-    neutral, own = flatten(default()), flatten(config)
+    own = flatten(config)
     validate(config, training, [name for name, _ in given if own[name] != neutral[name]])
     return config.lock()
 
@@ -292,8 +292,8 @@ def flatten(config: ConfigDict) -> dict[str, Any]:
     return {f"{group}.{field}": value for group, fields in config.items() for field, value in fields.items()}
 
 
-def _set(config: ConfigDict, name: str, text: str) -> None:
-    known = flatten(default())
+def _set(config: ConfigDict, known: dict[str, Any], name: str, text: str) -> None:
+    """known: every field with its default, whose type the value has to have."""
     if name not in known:
         raise UserError(f"config has no field {name!r}; {_nearest(name, known)}")
     group, field = name.split(".")

@@ -41,6 +41,22 @@ def test_a_broken_promise_is_found_and_made_short(monkeypatch):
     assert min(len(case["input"]) for case in done["failed"]) <= len("</information>")
 
 
+def test_an_input_is_slow_when_it_is_slow_twice(monkeypatch):
+    """A halt of the machine is nobody's fault; and what was slow is made short by what is slow, not by what happens to be fast."""
+    now, costs = [0.0], []
+    monkeypatch.setattr(fuzz.time, "process_time", lambda: now[0])
+
+    def check(text):
+        now[0] += costs.pop(0) if costs else 3.0 * ("a" * 8 in text)
+
+    costs[:] = [9.0, 0.1]
+    assert fuzz.failure(check, "b") is None
+    costs[:] = [9.0, 9.0]
+    assert fuzz.failure(check, "b") == "Slow: 9.0 s"
+    costs[:] = [0.0, 0.0]  # the first time it is asked again, it is fast
+    assert fuzz.smallest(check, "b" * 20 + "a" * 20, "Slow: 9.0 s").count("a") >= 8
+
+
 @pytest.mark.parametrize("family", fuzz_words.FAMILIES)
 def test_no_control_token_of_a_published_tokenizer_comes_out_of_a_text(family):
     """Of those a model obeys, in a title, a passage, a tool's reply and a question; spelled within one another, too."""
