@@ -63,6 +63,7 @@ def main() -> int:
     parser.add_argument("--point", choices=POINTS, help="where to die")
     parser.add_argument("--call", type=int, default=1, help="at which entry")
     parser.add_argument("--delay", type=float, default=0.0, help="how many seconds later")
+    parser.add_argument("--signal", choices=("KILL", "INT"), default="KILL", help="how: kill -9, or Ctrl-C")
     parser.add_argument("--note", type=Path, help="where to write, before dying, how far the run had come")
     parser.add_argument("--count", type=Path, help="do not die; write how often each point was entered")
     parser.add_argument("train", nargs="+", help="after --, the words of bridge_jax.train")
@@ -74,7 +75,7 @@ def main() -> int:
         time.sleep(args.delay)
         if args.note:
             args.note.write_text(json.dumps({"point": args.point, "call": args.call, "delay": args.delay, "fell": last}))
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.Signals[f"SIG{args.signal}"])
 
     def entered(point: str) -> None:
         nonlocal last

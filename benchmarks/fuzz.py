@@ -97,7 +97,7 @@ def failure(check: Callable[[str], None], text: str) -> str | None:
 
 
 def smallest(check: Callable[[str], None], text: str, why: str, tries: int = 2000) -> str:
-    """A part of the input that fails in the same way. why: what was wrong with all of it; asked again it might not be, if it is slow."""
+    """A part of the input that fails in the same way. why: what was wrong with it; one that is slow might not be so once more."""
     kind = why.partition(":")[0]
     size = len(text) // 2
     while size and tries > 0:
