@@ -6,11 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import tiny_run
 
+from bridge_jax.errors import INTERRUPTED
 from bridge_jax.training.metrics import read_metrics
+
+CRASH_CHILD = Path(__file__).parents[2] / "benchmarks" / "crash_child.py"
 
 
 def command(world, workdir, *overrides):
@@ -81,6 +85,19 @@ def test_stopped_between_and_killed_during_steps(world, environment, unbroken, t
     done = subprocess.run(command(world, workdir), capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "going on after step" in done.stderr
+    assert results(workdir) == results(unbroken)
+    assert final_bytes(workdir) == final_bytes(unbroken)
+
+
+def test_ended_at_points_of_a_step(world, environment, unbroken, tmp_path):
+    """The short form of benchmarks/crash_matrix.py: Ctrl-C is one line, and the run goes on as if nothing had been."""
+    workdir = tmp_path / "ended"
+    for point, how, code in (("scoring", "INT", 130), ("retriever step", "KILL", -signal.SIGKILL), ("save", "INT", 130)):
+        child = [sys.executable, str(CRASH_CHILD), f"--point={point}", "--call=2", f"--signal={how}", "--"]
+        done = subprocess.run([*child, *command(world, workdir)[3:]], capture_output=True, text=True, env=environment)
+        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+        assert how == "KILL" or done.stderr.strip().splitlines()[-1] == INTERRUPTED
+    assert subprocess.run(command(world, workdir), capture_output=True, env=environment).returncode == 0
     assert results(workdir) == results(unbroken)
     assert final_bytes(workdir) == final_bytes(unbroken)
 
