@@ -5,7 +5,8 @@
 The mini world's policy and encoder, 500 of its passages (as in agentic_kill.py). In each layout the round is played, judged by the
 policy's likelihood, its encoder trained, the corpus indexed again, and the agent trained for a step. Compared: the rows of every
 stage, the loss of each step of the encoder's training (its negatives are those of all processes: one that knew its own alone would
-have another loss), the rollouts and metrics of the agent's step. Writes results/agentic_processes.json.
+have another loss), the rollouts and metrics of the agent's step. Writes results/agentic_processes.json, and
+exits with 1 where rows differ.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ def compared(bench: World, name: str, **fields) -> dict:
     alone, two, fields = f"{name}_alone", f"{name}_two", bench.settings | fields
     seconds = {"alone": bench.run(alone, 1, 4, **fields), "two": bench.run(two, 2, 2, **fields)}
     losses = [[row["loss"] for row in rows(bench, run, "encoder_training/metrics.jsonl")] for run in (alone, two)]
+    same_steps = len(losses[0]) == len(losses[1])  # else other pairs were trained on, which `same_rows` says
     return bench.compared(two, alone) | {
         "seconds": seconds,
         "pairs": len(rows(bench, two, "pairs.jsonl")),
         "same_rows": {stage: rows(bench, alone, f"{stage}.jsonl") == rows(bench, two, f"{stage}.jsonl") for stage in STAGES},
         "encoder_losses": losses[0],
-        "largest_difference_of_a_loss": max(abs(a - b) / a for a, b in zip(*losses, strict=True)),
+        "largest_difference_of_a_loss": max(abs(a - b) / a for a, b in zip(*losses, strict=True)) if same_steps else None,
     }
 
 
@@ -71,6 +73,8 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
     write_text(ROOT / "benchmarks" / "results" / "agentic_processes.json", json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
+    if differ := [f"{name}: {stage}" for name in ("grpo", "ppo") for stage, same in result[name]["same_rows"].items() if not same]:
+        raise SystemExit(f"not the same: {', '.join(differ)}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shutil
@@ -20,6 +21,13 @@ def at_least(least: int) -> Callable[[str], int]:
         return value
 
     return whole_number
+
+
+def above_zero(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{value}: must be above 0")
+    return value
 
 
 def whole_numbers(text: str) -> list[int]:

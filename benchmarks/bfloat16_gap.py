@@ -1,6 +1,6 @@
 """How far the sampler's log-probs are from the trainer's over 100 steps, in bfloat16 and in float32, and whether the alarm is kept.
 
-    python benchmarks/bfloat16_gap.py            # two runs of 100 steps of the mini world, minutes; goes on if stopped
+    python benchmarks/bfloat16_gap.py            # two runs of 100 steps of the mini world, minutes; one that is done is kept
     python benchmarks/bfloat16_gap.py --quick    # 3 steps, no file written
 
 The sampler reads a growing cache token by token, the trainer packed rows at once: the same numbers up to rounding, of which
@@ -13,6 +13,7 @@ Writes benchmarks/results/bfloat16_gap.json and .png and prints the former witho
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import plots
-from machine import about
+import training_runs as runs
 
 from bridge_jax.files import write_text
 from bridge_jax.training.alarms import GAP_ALARM
@@ -34,24 +35,29 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def train(dtype: str, steps: int, workdir: Path) -> list[dict]:
-    """The rows of metrics.jsonl of a run, which is made or finished first."""
-    settings = SETTINGS | {"policy.compute_dtype": dtype, "train.steps": steps}
+def train(settings: dict[str, object], workdir: Path) -> dict[str, list[dict]]:
+    """{"rows": the rows of metrics.jsonl of a run}"""
     command = [sys.executable, "-m", "bridge_jax.train", f"--config={ROOT / 'configs' / 'mini.py'}", f"--workdir={workdir}"]
     done = subprocess.run([*command, *(f"--config.{name}={value}" for name, value in settings.items())], cwd=ROOT)
     if done.returncode:
-        raise SystemExit(f"the {dtype} run failed")
-    return read_metrics(workdir / "metrics.jsonl")
+        raise SystemExit(f"the run in {workdir} failed")
+    return {"rows": read_metrics(workdir / "metrics.jsonl")}
+
+
+def column(rows: list[dict], name: str) -> np.ndarray:
+    """float [steps]; NaN where the run had no finite number."""
+    return np.array([row[name] for row in rows], float)
 
 
 def summary(rows: list[dict], limits: dict[str, float]) -> dict:
-    largest, mean = (np.array([row[f"gap/logp_{kind}"] for row in rows]) for kind in ("max", "mean"))
+    largest, mean = (column(rows, f"gap/logp_{kind}") for kind in ("max", "mean"))
+    within = np.all([column(rows, name) <= limit for name, limit in limits.items()], axis=0)  # NaN is not, as for the alarm
     rewards = [row["reward/mean"] for row in rows]
     return {
         "steps": len(rows), "limits": limits,
         "largest": float(largest.max()), "median_of_largest": float(np.median(largest)),
         "mean": float(mean.mean()),
-        "steps_above_the_limit": sum(any(row[name] > limit for name, limit in limits.items()) for row in rows),
+        "steps_above_the_limit": int((~within).sum()),
         "largest_mean": float(mean.max()), "steps_with_one_token_above_0.02": int((largest > 0.02).sum()),
         "first_ten_largest": float(largest[:10].max()), "last_ten_largest": float(largest[-10:].max()),
         "skipped_updates": sum(row["policy/skipped_updates"] + row["retriever/skipped_updates"] for row in rows),
@@ -66,17 +72,19 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="3 steps, no file written")
     args = parser.parse_args()
     steps, folder = (3, args.folder / "quick") if args.quick else (STEPS, args.folder)
-    rows = {dtype: train(dtype, steps, (folder / dtype).absolute()) for dtype in GAP_ALARM}
-    report = {
-        "machine": about(), "world": "mini", "settings": SETTINGS,
-        **{dtype: summary(found, GAP_ALARM[dtype]) for dtype, found in rows.items()},
-    }  # fmt: skip
+    rows, report = {}, {"world": "mini", "settings": SETTINGS}
+    for dtype, limits in GAP_ALARM.items():
+        workdir = (folder / dtype).absolute()
+        settings = SETTINGS | {"policy.compute_dtype": dtype, "train.steps": steps}
+        found = runs.measured(workdir, settings, functools.partial(train, settings, workdir / "run"))
+        rows[dtype] = found["rows"]
+        report[dtype] = {"machine": found["machine"]} | summary(found["rows"], limits)
     print(json.dumps(report))
     if args.quick:
         return
     out = ROOT / "benchmarks" / "results" / "bfloat16_gap"
     curves = {
-        f"{kind}, {dtype}": [row[f"gap/logp_{kind}"] for row in found] for dtype, found in rows.items() for kind in ("max", "mean")
+        f"{kind}, {dtype}": column(found, f"gap/logp_{kind}").tolist() for dtype, found in rows.items() for kind in ("max", "mean")
     }
     limits = {f"alarm, {dtype}: {name[9:]}": [limit] * steps for dtype, each in GAP_ALARM.items() for name, limit in each.items()}
     write_text(out.with_suffix(".json"), json.dumps(report | {"rows": curves}, indent=1) + "\n")

@@ -5,14 +5,15 @@
 
 What runs is what `python -m bridge_jax.train` runs; the sizes are too small for anything to be learnt. Questions are those of the
 embedded HotpotQA set that are answered by yes, no or something they name: of these such a policy gets some right, without which
-most of the methods have nothing to do. Each method is a process of its own and is saved when it is done; one that is killed goes on
-in its folder. The first step compiles everything (within the phases). Writes results/comparators_pocket.json and prints the table
-of docs/comparators.md.
+most of the methods have nothing to do. Each method is a process of its own and is saved when it is done, with its machine and
+settings; one that is stopped begins anew. The first step compiles everything (within the phases). Writes
+results/comparators_pocket.json and prints the table of docs/comparators.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -22,7 +23,6 @@ from pathlib import Path
 
 import training_runs as runs
 from arguments import some_of
-from machine import about
 
 from bridge_jax.data.qa import load_questions
 from bridge_jax.errors import UserError, main_guard
@@ -79,9 +79,12 @@ def main() -> None:
     path = runs.RESULTS / f"{NAME}.json"
     result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"methods": {}}
     for name in args.only.split(","):
-        result["methods"][name] = measured(root, name, shared | {"method.name": name} | METHODS[name])
-        ordered = {each: result["methods"][each] for each in METHODS if each in result["methods"]}
-        result = {"machine": about(), "settings": SMALL, "methods": ordered}
+        overrides = shared | {"method.name": name} | METHODS[name]
+        result["methods"][name] = runs.measured(root / name, overrides, functools.partial(measure, root, name, overrides))
+        methods = {each: result["methods"][each] for each in METHODS if each in result["methods"]}
+        # A file's own machine and settings are of older measurements, which lack theirs.
+        result = {} if all("machine" in found for found in methods.values()) else result
+        result |= {"methods": methods}
         write_text(path, json.dumps(result, indent=1) + "\n")
     print(table(result["methods"]))
 
@@ -113,27 +116,20 @@ def command(workdir: Path, overrides: dict[str, object]) -> list[str]:
     return [sys.executable, "-m", "bridge_jax.train", "--config=configs/pocket.py", f"--workdir={workdir}", *words]
 
 
-def measured(root: Path, name: str, overrides: dict[str, object]) -> dict:
-    """The finished run of a method: seconds, peak memory, the metrics of each step."""
-    workdir, done = root / name, root / name / "measured.json"
-    if done.exists():
-        return json.loads(done.read_text(encoding="utf-8"))
-    runs.say(f"{time.strftime('%H:%M:%S')} {name}")
+def measure(root: Path, name: str, overrides: dict[str, object]) -> dict:
+    """A run of a method: seconds, peak memory, the metrics of each step."""
+    workdir, log = root / name, root / f"{name}.log"
     began = time.monotonic()
-    workdir.mkdir(parents=True, exist_ok=True)
-    with (root / f"{name}.log").open("a") as log:
-        process = subprocess.Popen(command(workdir, overrides), cwd=runs.HOME, env=runs.environment(root), stdout=log, stderr=log)
+    with log.open("a") as out:
+        process = subprocess.Popen(command(workdir, overrides), cwd=runs.HOME, env=runs.environment(root), stdout=out, stderr=out)
     _, status, used = os.wait4(process.pid, 0)
     if status:
-        last = (root / f"{name}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-        return {"failed": " ".join(last)[:400]}
+        return {"failed": runs.last_line(log)}
     steps = [
         {key: value for key, value in row.items() if key.startswith(KEPT) and isinstance(value, int | float)}
         for row in read_metrics(workdir / "metrics.jsonl")
     ]
-    found = {"seconds": time.monotonic() - began, "peak_bytes": used.ru_maxrss * 1024, "changes": METHODS[name], "steps": steps}
-    write_text(done, json.dumps(found, indent=1) + "\n")
-    return found
+    return {"seconds": time.monotonic() - began, "peak_bytes": used.ru_maxrss * 1024, "changes": METHODS[name], "steps": steps}
 
 
 def table(methods: dict[str, dict]) -> str:

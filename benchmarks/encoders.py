@@ -42,6 +42,7 @@ import test_encoders as families  # noqa: E402
 def main() -> None:
     parser = compare.parser(__doc__, rounds=5)
     parser.add_argument("--parts", type=some_of(PARTS), default=",".join(PARTS), help="with commas; the other's result is kept")
+    parser.set_defaults(seed=4)  # of the results: which random texts the tiny models are given
     args = parser.parse_args()
     args.corpus = "embedded"
     root = runs.root_of(args, NAME)
@@ -66,7 +67,7 @@ def vectors(args: argparse.Namespace, folder: Path) -> dict:
         make(folder / name)
         families.declare(folder / name, pooling, {"query": "who : ", "document": "a : "})
         made[name] = folder / name
-    words = families.random_texts(TEXTS, seed=4, longest=50)
+    words = families.random_texts(TEXTS, seed=args.seed, longest=50)
     corpus = Corpus.open(corpus_path(args.corpus), TEXTS)
     questions = [question.question for question in load_questions("embedded/hotpotqa")[:TEXTS]]
     found = differences(args, folder / "tiny", made, words, words, TINY_LENGTH)

@@ -25,6 +25,7 @@ import urllib.request
 from pathlib import Path
 
 import training_runs as runs
+from arguments import interpreter
 from machine import about
 
 from bridge_jax.models import hub
@@ -36,7 +37,9 @@ NAME = "endpoint_server"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--server-python", default=sys.executable, help="the interpreter that has transformers[serving]")
+    parser.add_argument(
+        "--server-python", type=interpreter, default=sys.executable, help="the interpreter that has transformers[serving]"
+    )
     parser.add_argument("--limit", type=int, default=10, help="questions a baseline")
     parser.add_argument("--quick", action="store_true", help="three questions (result under runs/)")
     parser.add_argument("--root", type=Path, help="default runs/endpoint_server")

@@ -27,11 +27,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from arguments import at_least
 from crash_matrix import ROOT, child, differences, result, words
 from machine import about
 
 from bridge_jax.files import write_text
 from bridge_jax.training.checkpoints import newest
+from bridge_jax.training.metrics import read_metrics
 from bridge_jax.training.workdir import PROBE
 
 ROOM = "64m"
@@ -60,18 +62,16 @@ def one(run: list[str], workdir: Path, size: int, expected: dict) -> dict:
             "bytes": size,
             "exit_code": first.returncode,
             "checkpoint_left": kept,
-            "said": said[-1].replace(str(workdir), "WORKDIR"),
+            "said": said[-1].replace(str(workdir), "WORKDIR") if said else "",
         }
         wrong = []
-        if first.returncode:
-            if first.returncode != 2 or not re.match(
-                r"error: (--workdir=WORKDIR: )?WORKDIR/?\S* cannot be written \(No space left on device\)", row["said"]
-            ):
-                wrong.append("not the one line that is promised")
-            if "Traceback" in first.stderr:
-                wrong.append("a traceback")
-        steps = [json.loads(line)["step"] for line in _whole_lines(workdir / "metrics.jsonl")]
-        row["steps_written"] = max(steps, default=0)
+        if first.returncode != 2 or not re.match(
+            r"error: (--workdir=WORKDIR: )?WORKDIR/?\S* cannot be written \(No space left on device\)", row["said"]
+        ):
+            wrong.append("not the one line that is promised, with exit code 2")
+        if "Traceback" in first.stderr:
+            wrong.append("a traceback")
+        row["steps_written"] = max((each["step"] for each in read_metrics(workdir / "metrics.jsonl")), default=0)
         subprocess.run(["mount", "-o", f"remount,size={ROOM}", str(workdir)], check=True)
         second = child(run, workdir)
         if second.returncode:
@@ -83,14 +83,9 @@ def one(run: list[str], workdir: Path, size: int, expected: dict) -> dict:
     return row | {"wrong": wrong}
 
 
-def _whole_lines(path: Path) -> list[str]:
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return text.split("\n")[:-1]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, default=10)
+    parser.add_argument("--sizes", type=at_least(1), default=10)
     args = parser.parse_args()
     if sys.platform != "linux" or os.geteuid():
         raise SystemExit("full_disk.py mounts memory disks: run it as root on Linux")

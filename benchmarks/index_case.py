@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import watch
 
 TARGETS_TRIED = 12
 
@@ -43,10 +44,7 @@ class Memory:
 
 
 def _anonymous() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) << 10
-    return 0
+    return watch.status("self").get("RssAnon", 0)
 
 
 class Case:

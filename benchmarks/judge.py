@@ -11,7 +11,7 @@ questions and every kind of fault: status 429 and 500, connections that are cut,
 is killed with SIGKILL while the judge works, started again, loses its server for good and ends, and is started a last time.
 Compared with the undisturbed one: the scores, the files behind them, and how often the same thing was answered twice.
 
-Each part is saved when it is done, and not done again. Writes results/judge.json.
+Each part is saved when it is done, with its machine and settings, and not done again. Writes results/judge.json.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import agentic_kill
 import comparators_pocket
 import endpoint_server
 import training_runs as runs
-from machine import about
+from arguments import interpreter
 
 from bridge_jax.errors import main_guard
 from bridge_jax.files import write_text
@@ -54,21 +54,25 @@ FILES = ("trajectories.jsonl", "candidates.jsonl", "local.jsonl", "global.jsonl"
 @main_guard
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--server-python", default=sys.executable, help="the interpreter that has transformers[serving]")
+    parser.add_argument(
+        "--server-python", type=interpreter, default=sys.executable, help="the interpreter that has transformers[serving]"
+    )
     parser.add_argument("--models", default=",".join(MODELS), help=f"judges behind the server (default {','.join(MODELS)})")
     parser.add_argument("--warmstart", type=Path, default=runs.HOME / "runs/pocket/warmstart", help="the policy that judges itself")
     parser.add_argument("--root", type=Path, help="where the runs lie (default runs/judge)")
     args = parser.parse_args()
     root = (args.root or runs.HOME / "runs" / NAME).absolute()
     root.mkdir(parents=True, exist_ok=True)
-    result: dict = {"machine": about(), "server": endpoint_server.version(args.server_python), "round": ROUND, "judges": {}}
+    own = comparators_pocket.pocket(root, args.warmstart) | comparators_pocket.METHODS["agentic_r"]
+    own |= {"method.name": "agentic_r", "agentic.judge": "policy", "agentic.questions": 3}
+    result: dict = {"server": endpoint_server.version(args.server_python), "round": ROUND, "judges": {}}
     world = root / "world"
     world.mkdir(exist_ok=True)
     shared = agentic_kill.OVERRIDES | agentic_kill.write_world(world) | ROUND
     models = args.models.split(",")
     for model in models:
         result |= behind_the_server(result, model, args.server_python, root, shared, model == models[0])
-    result["judges"]["the policy itself"] = saved(root / "policy", lambda: by_policy(root / "policy", args.warmstart))
+    result["judges"]["the policy itself"] = runs.measured(root / "policy", own, lambda: by_policy(root / "policy", own))
     write_text(runs.RESULTS / f"{NAME}.json", json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
 
@@ -84,20 +88,11 @@ def behind_the_server(result: dict, model: str, python: str, root: Path, shared:
             url, _ = stack.enter_context(endpoint_server.server(python, folder, root))
             return stack.enter_context(Proxy(url))
 
-        judges = result["judges"] | {model: saved(whole, lambda: judged(whole, settings, proxy()))}
+        judges = result["judges"] | {model: runs.measured(whole, settings, lambda: judged(whole, settings, proxy()))}
         if not also_disturbed:
             return {"judges": judges}
-        return {"judges": judges, "disturbed": saved(root / "disturbed", lambda: disturbed(root, whole, settings, proxy()))}
-
-
-def saved(folder: Path, measure) -> dict:
-    path = folder / "measured.json"
-    if not path.exists():
-        runs.say(f"{time.strftime('%H:%M:%S')} {folder.name}")
-        found = measure()
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(found, indent=1) + "\n")
-    return json.loads(path.read_text(encoding="utf-8"))
+        through_faults = runs.measured(root / "disturbed", settings, lambda: disturbed(root, whole, settings, proxy()))
+        return {"judges": judges, "disturbed": through_faults}
 
 
 # ---------------------------------------------------------------------------------------------------------------- runs
@@ -105,9 +100,7 @@ def saved(folder: Path, measure) -> dict:
 
 class Run(agentic_kill.Run):
     def say(self) -> str:
-        """The last line of its log."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return " ".join(lines[-1].split())[:400] if lines else ""
+        return runs.last_line(self.log)
 
     def to_its_end(self) -> int:
         return self.start().wait()
@@ -119,24 +112,21 @@ class Run(agentic_kill.Run):
 
 def judged(folder: Path, overrides: dict, proxy: Proxy) -> dict:
     """One round, undisturbed."""
-    folder.mkdir(parents=True, exist_ok=True)
     proxy.answered.clear()
     run = Run(folder, "whole", overrides | {"agentic.judge": proxy.url})
     code = run.to_its_end()
     return read(run.round) | {"exit": code, "says": "" if not code else run.say(), "answered": sum(proxy.answered.values())}
 
 
-def by_policy(folder: Path, warmstart: Path) -> dict:
+def by_policy(folder: Path, overrides: dict) -> dict:
     """One round of the pocket configuration whose policy is its own judge."""
-    folder.mkdir(parents=True, exist_ok=True)
-    small = comparators_pocket.pocket(folder, warmstart) | comparators_pocket.METHODS["agentic_r"]
-    small |= {"method.name": "agentic_r", "agentic.judge": "policy", "agentic.questions": 3}
-    with (folder / "run.log").open("a") as log:
-        command = comparators_pocket.command(folder / "run", small)
-        code = subprocess.run(command, cwd=runs.HOME, env=runs.environment(folder), stdout=log, stderr=log).returncode
-    last = (folder / "run.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1]
+    log = folder / "run.log"
+    with log.open("a") as out:
+        command = comparators_pocket.command(folder / "run", overrides)
+        code = subprocess.run(command, cwd=runs.HOME, env=runs.environment(folder), stdout=out, stderr=out).returncode
+    says = runs.last_line(log).replace(str(folder), "") if code else ""
     found = read(folder / "run" / agentic_kill.ROUND_1)
-    return found | {"exit": code, "says": last.replace(str(folder), "") if code else "", "candidates": small["agentic.candidates"]}
+    return found | {"exit": code, "says": says, "candidates": overrides["agentic.candidates"]}
 
 
 def read(folder: Path) -> dict:
@@ -168,7 +158,7 @@ def disturbed(root: Path, whole: Path, overrides: dict, proxy: Proxy) -> dict:
     process.send_signal(signal.SIGKILL)
     process.wait()
     proxy.idle()
-    killed = {"answered": proxy.total(), "kept": lines(cache)}
+    killed = {"answered": proxy.total(), "kept": runs.lines(cache)}
 
     process = run.start()
     while proxy.total() < killed["answered"] + 5 and process.poll() is None:
@@ -176,7 +166,7 @@ def disturbed(root: Path, whole: Path, overrides: dict, proxy: Proxy) -> dict:
     proxy.down = True
     code = process.wait()
     proxy.idle()
-    down = {"exit": code, "says": run.say().replace(proxy.url, "URL"), "answered": proxy.total(), "kept": lines(cache)}
+    down = {"exit": code, "says": run.say().replace(proxy.url, "URL"), "answered": proxy.total(), "kept": runs.lines(cache)}
 
     proxy.down = False
     code = run.to_its_end()
@@ -195,10 +185,6 @@ def disturbed(root: Path, whole: Path, overrides: dict, proxy: Proxy) -> dict:
         "same_files": {name: (run.round / name).read_bytes() == (theirs / name).read_bytes() for name in FILES},
         "local": read(run.round)["local"],
     }
-
-
-def lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 # --------------------------------------------------------------------------------------------------------------- proxy

@@ -8,8 +8,8 @@
     python benchmarks/load.py --part=training --steps=60    # the mini world: memory and live arrays of every step
     python benchmarks/load.py --quick                       # all in miniature; no file is written
 
-Each part is a process of its own, watched from outside (watch.py). What a part has made is kept in --work, where the index and the
-evaluation go on if they were stopped. A report of 10,000 rollouts is measured by report_page.py.
+Each part is a process of its own, watched from outside (watch.py), and begins anew; what it is given (the served index, the corpus,
+the questions) is kept in --work, and so are the logs. A report of 10,000 rollouts is measured by report_page.py.
 
 Writes its part of benchmarks/results/load.json, draws load.png, and prints the result as its last line.
 """
@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import fcntl
 import gzip
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,22 +33,21 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import plots
 import watch
-from arguments import at_least, some_of
+from arguments import above_zero, at_least, some_of
 from load_server import Clients
 from machine import about
+from training_runs import last_line, lines
+
+from bridge_jax.files import write_text
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "load.json"
 PARTS = ("server", "hostile", "index", "evaluation", "training")
 COMMAND = [sys.executable, "-m"]
 QUERIES = 2000  # different ones, of real questions
-
-
-def percentile(values: list[float], share: float) -> float | None:
-    ordered = sorted(values)
-    return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 3) if ordered else None
 
 
 # The server -----------------------------------------------------------------------------------------------------------------
@@ -81,14 +82,15 @@ def serve(args, hostile: bool) -> dict:
     finally:
         server.kill()
         server.wait()
-    took = [latency for _, latency in clients.latencies]
+    took = clients.latencies
+    half, most_of, most = np.percentile(took, (50, 99, 100)).round(3).tolist() if took else (None,) * 3
     text = log.read_text(errors="replace")
     under = [sample for sample in seen.samples if sample["t"] <= seconds]
     return {
         "clients": args.clients, "think seconds": args.think, "minutes": args.minutes, "encoder": args.encoder,
         "passages": args.passages, "busy machine": args.busy, "requests": len(took), "failures": dict(clients.failures),
-        "other clients": dict(clients.hostile), "requests per second": round(len(took) / seconds, 1),
-        "latency p50": percentile(took, 0.5), "latency p99": percentile(took, 0.99), "latency most": percentile(took, 1.0),
+        "other clients": dict(clients.hostile), "requests per second": round(len(took) / clients.elapsed, 1),
+        "latency p50": half, "latency p99": most_of, "latency most": most,
         "memory": watch.growth(under, "t", (seconds / 10, seconds * 3 / 10), (seconds * 9 / 10, seconds + 1)),
         "open files": {"idle": idle["files"], "most": max(s["files"] for s in under), "after": still},
         "threads": {"idle": idle["threads"], "most": max(s["threads"] for s in under), "after": after and after["threads"]},
@@ -147,6 +149,7 @@ def build(args) -> dict:
     if not encoder.exists():
         tiny_encoder(encoder)
     corpus_of(corpus, args.rows)
+    shutil.rmtree(out, ignore_errors=True)  # a finished one would be opened, and nothing measured
 
     def stage() -> dict:
         try:
@@ -175,6 +178,7 @@ def build(args) -> dict:
                                    env=os.environ | {"BRIDGE_JAX_CACHE": str(args.work / "cache")})  # fmt: skip
         with watch.Watch(process.pid, 0.5 if args.rows < 200_000 else 2.0, stage) as seen:
             code = process.wait()
+    ended_well("index", code, args.work / "index.log")
     stages = {name: [s for s in seen.samples if s["stage"] == name] for name in ("reading", "encoding", "assembling", "searcher")}
     encoding = stages["encoding"]
     tenth = args.rows / 10
@@ -212,14 +216,14 @@ def evaluate(args) -> dict:
     file, run = work / "questions.jsonl", work / "run"
     if not file.exists():
         questions_of(file, args.questions)
+    shutil.rmtree(run, ignore_errors=True)  # a finished one would be read, and nothing measured
     parts = run / "eval" / "load.parts" / "predictions.0of1.jsonl"
     counted = {"rows": 0, "at": 0}
 
     def answered() -> dict:
-        if parts.exists() and parts.stat().st_size > counted["at"]:
-            with parts.open("rb") as lines:
-                lines.seek(counted["at"])
-                new = lines.read()
+        with contextlib.suppress(OSError), parts.open("rb") as stored:  # it goes when the result is written
+            stored.seek(counted["at"])
+            new = stored.read()
             counted["rows"], counted["at"] = counted["rows"] + new.count(b"\n"), counted["at"] + len(new)
         return {"rows": counted["rows"]}
 
@@ -238,6 +242,7 @@ def evaluate(args) -> dict:
                         killed_at = seen.samples[-1]["rows"]
             codes.append(process.returncode)
             series.append(seen.samples)
+    ended_well("evaluation", codes[-1], work / "log")
     result = json.loads((run / "eval" / "load.json").read_text())
     rows = next(iter(result["predictions"].values()))
     [summary] = result["datasets"].values()
@@ -276,9 +281,14 @@ def train(args) -> dict:
             f"--workdir={folder}/run",
             *fields,
         ]
-        done = subprocess.run([*command, *fields], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        log = args.work / "training.log"
+        with log.open("a") as errors:
+            done = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors)
+        ended_well("training", done.returncode, log)
+        if lines(told) < 2:  # it ends in order after a SIGTERM
+            raise SystemExit(f"training: stopped before its second step ({log})")
         steps = [json.loads(line) for line in told.read_text().splitlines()]
-    made = steps[-1]["step"]  # a SIGTERM to the run ends it in order
+    made = steps[-1]["step"]  # fewer than asked for after a SIGTERM
     late, early = (made - min(10, made // 3) + 1, made + 1), (11, 21) if made >= 30 else (2, 4)
     return {
         "steps": made, "exit code": done.returncode, "busy machine": args.busy,
@@ -335,16 +345,21 @@ def draw(results: dict) -> None:
         plots.lines(RESULTS.with_suffix(".png"), panels, "", "MB of its own (RssAnon)")
 
 
+def ended_well(part: str, code: int, log: Path) -> None:
+    """A part that failed measured nothing: its old result stays."""
+    if code:
+        raise SystemExit(f"{part}: exit code {code}: {last_line(log)} ({log})")
+
+
 def keep(name: str, found: dict) -> dict:
     """Put a part into the result file, which another part may be writing to."""
-    with RESULTS.with_suffix(".lock").open("w") as lock:
+    with RESULTS.with_suffix(".lock").open("w") as lock:  # stays: who waits for it holds this file, not one made later
         fcntl.flock(lock, fcntl.LOCK_EX)
         results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         results[name] = {"machine": about()} | found
         results = {part: results[part] for part in PARTS if part in results}
-        RESULTS.write_text(json.dumps(results) + "\n")
+        write_text(RESULTS, json.dumps(results) + "\n")
         draw(results)
-    RESULTS.with_suffix(".lock").unlink(missing_ok=True)
     return results
 
 
@@ -355,7 +370,7 @@ def main() -> int:
     parser.add_argument("--part", type=some_of(PARTS), default=",".join(PARTS))
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "bridge-load", help="kept between calls")
     parser.add_argument("--clients", type=at_least(20), default=200)
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--minutes", type=above_zero, default=10.0)
     parser.add_argument("--think", type=float, default=0.0, help="seconds a client waits between its requests (default 0)")
     parser.add_argument("--encoder", default="minilm-l6-v2")
     parser.add_argument("--passages", type=at_least(40), default=4000)

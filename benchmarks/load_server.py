@@ -19,8 +19,8 @@ class Clients:
     hang_up, rubbish: so many of them close their connection in the middle of a request; send what is no request, or a wrong one.
 
     Attributes:
-      latencies: [(second of the run, seconds)] of answered requests of well-behaved clients. failures: what went wrong with theirs.
-      hostile: what became of the others' requests.
+      latencies: seconds, of the answered requests of well-behaved clients. failures: what went wrong with theirs.
+      hostile: what became of the others' requests. elapsed: `seconds`, or more where the last answer came after them.
     """
 
     def __init__(self, address: tuple[str, int], queries: Sequence[str], count: int, seconds: float, think: float = 0.0,
@@ -30,7 +30,8 @@ class Clients:
         self.kinds += ["asks"] * (count - len(self.kinds))
         self.seed = seed
         self._connections: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
-        self.latencies: list[tuple[float, float]] = []
+        self.latencies: list[float] = []
+        self.elapsed = seconds
         self.failures: Counter = Counter()
         self.hostile: Counter = Counter()
 
@@ -68,7 +69,9 @@ class Clients:
         if status != 200 or len(json.loads(body)["result"][0]) != 3:
             self.failures[str(status)] += 1
         else:
-            self.latencies.append((began - self._began, time.monotonic() - began))
+            now = time.monotonic()
+            self.latencies.append(now - began)
+            self.elapsed = max(self.elapsed, now - self._began)
 
     async def _hangs_up(self, number: int, draw: random.Random) -> None:
         request = self._request(draw)

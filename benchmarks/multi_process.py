@@ -119,17 +119,17 @@ class Bench:
         return [(row["id"], row["sample"], row["trace"], [turn["query"] for turn in row["turns"]]) for row in rows]
 
     def compared(self, name: str, alone: str = "alone") -> dict:
-        """A finished run against another one of the same settings."""
+        """A finished run against another one of the same settings; no difference where no step has the same rollouts."""
         theirs, own = self.rows(alone), self.rows(name)
         same = [self.rollouts(alone, row["step"]) == self.rollouts(name, row["step"]) for row in theirs]
         pairs = [(a, b) for equal, a, b in zip(same, theirs, own, strict=True) if equal]  # another rollout has other numbers
         differences = {
             field: max(abs(a[field] - b[field]) / max(abs(a[field]), 1e-2) for a, b in pairs if field in a)
-            for field in pairs[0][0]
-            if not field.startswith(NOT_THE_RUN) and isinstance(pairs[0][0][field], int | float)
+            for field, value in (pairs[0][0] if pairs else {}).items()
+            if not field.startswith(NOT_THE_RUN) and isinstance(value, int | float)
         }
-        worst = max(differences, key=differences.get)
-        return {"steps_with_the_same_rollouts": sum(same), "largest_relative_difference": [worst, differences[worst]]}
+        worst = max(differences.items(), key=lambda item: item[1], default=None)
+        return {"steps_with_the_same_rollouts": sum(same), "largest_relative_difference": worst and list(worst)}
 
 
 def measure(bench: Bench, quick: bool) -> dict:

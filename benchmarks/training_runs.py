@@ -15,6 +15,7 @@ import functools
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 from arguments import at_least, config_file
+from machine import about
 
 from bridge_jax import config as configuration
 from bridge_jax.files import write_text
@@ -142,7 +144,7 @@ class _Job:
         if code is None:
             return None
         if code:
-            return f"{self.run.name}: `{' '.join(self._left[0][:2])}` ended with {code}: {_last_line(self.log)} ({self.log})"
+            return f"{self.run.name}: `{' '.join(self._left[0][:2])}` ended with {code}: {last_line(self.log)} ({self.log})"
         self._left.pop(0)
         if self._left:
             self._start()
@@ -196,7 +198,7 @@ class _Progress:
         self._begin = self._last = time.monotonic()
 
     def _steps(self) -> int:
-        return sum(min(_rows(self._root / run.name), run.total) for run in self._runs)
+        return sum(min(lines(self._root / run.name / "metrics.jsonl"), run.total) for run in self._runs)
 
     def due(self) -> bool:
         return time.monotonic() - self._last > PAUSE
@@ -215,14 +217,14 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
 
 
-def _rows(workdir: Path) -> int:
-    path = workdir / "metrics.jsonl"
+def lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def _last_line(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1][:300] if lines else ""
+def last_line(path: Path) -> str:
+    """Of a log, without what surrounds it, cut; "" where there is none."""
+    found = path.read_text(encoding="utf-8", errors="replace").strip().splitlines() if path.exists() else []
+    return found[-1][:400] if found else ""
 
 
 # ------------------------------------------------------------------------------------------------------- finished runs
@@ -277,6 +279,36 @@ def _mark_finished(run: Run, root: Path, seconds: float) -> str:
     evaluations = old["evaluations"] | {_key(run): {"file": written[-1].name, "process_seconds": seconds}}
     write_text(path, json.dumps({"definition": _definition(run), "evaluations": evaluations}, indent=1) + "\n")
     return ""
+
+
+# ---------------------------------------------------------------------------------------------------- measured once
+
+
+def measured(folder: Path, settings: Mapping[str, object], measure: Callable[[], dict]) -> dict:
+    """What `measure()` finds, with the machine and the settings; kept in `folder`, and not measured again.
+
+    What a measurement that was stopped left in the folder is deleted: the times and the memory are those of one process. Not kept
+    is what has "failed".
+
+    Raises:
+      SystemExit: the folder holds a measurement with other settings.
+    """
+    path = folder / "measured.json"
+    shown = {name: text_of(value).replace(f"{HOME}/", "") for name, value in settings.items()}
+    if path.exists():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        theirs = found.get("settings", {})
+        if theirs != shown:
+            changed = sorted(name for name in theirs.keys() | shown.keys() if theirs.get(name) != shown.get(name))
+            raise SystemExit(f"{folder} was measured with another {', '.join(changed)}: delete it, or measure in another folder")
+        return found
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    say(f"{time.strftime('%H:%M:%S')} {folder.name}")
+    found = {"machine": about(), "settings": shown} | measure()
+    if "failed" not in found:
+        write_text(path, json.dumps(found, indent=1) + "\n")
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------- what scripts share

@@ -14,15 +14,20 @@ MB = 1 << 20
 KEPT = 200  # samples of a series that a result holds
 
 
+def status(pid: int | str) -> dict[str, int]:
+    """The numbers of /proc/<pid>/status, "RssAnon", "Threads" and the like; sizes in bytes."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {words[0][:-1]: int(words[1]) << 10 * (words[-1] == "kB") for words in lines if words[1:] and words[1].isdigit()}
+
+
 def look(pid: int) -> dict | None:
     """Resident memory ("rss", of it "anon" not a file's pages) in MB, open files, threads; None: the process has gone."""
     try:
-        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        files = len(os.listdir(f"/proc/{pid}/fd"))
-        sizes = {name: int(status[key].split()[0]) / 1024 for name, key in (("rss", "VmRSS"), ("anon", "RssAnon"))}
+        found, files = status(pid), len(os.listdir(f"/proc/{pid}/fd"))
+        sizes = {name: found[key] / MB for name, key in (("rss", "VmRSS"), ("anon", "RssAnon"))}
     except (OSError, KeyError):
         return None
-    return sizes | {"files": files, "threads": int(status["Threads"])}
+    return sizes | {"files": files, "threads": found["Threads"]}
 
 
 def opened(pid: int) -> dict[str, int]:
@@ -71,7 +76,7 @@ def growth(samples: Sequence[dict], by: str, early: tuple[float, float], late: t
     """The mean of `name` where `by` is in [early) and in [late), and their difference."""
     first, last = (mean([s for s in samples if low <= s[by] < high], name) for low, high in (early, late))
     known = first is not None and last is not None
-    return {f"MB at {by}": [early, late], "early": first, "late": last, "growth": round(last - first, 1) if known else None}
+    return {f"at {by}": [early, late], "early": first, "late": last, "growth": round(last - first, 1) if known else None}
 
 
 def thinned(samples: Sequence[dict], names: Sequence[str]) -> dict[str, list]:

@@ -3,7 +3,9 @@
 import importlib
 import math
 import os
+import socket
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -90,10 +92,36 @@ def ended(name, words, capfd):
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    """A cache of one's own, and no network."""
+def dialled(tmp_path, monkeypatch):
+    """A cache of one's own, and no network -> the hosts that were tried, of which there are none.
+
+    They are noted besides being refused: a command may well catch the error.
+    """
     monkeypatch.setenv("BRIDGE_JAX_CACHE", os.environ.get("BRIDGE_JAX_CACHE", str(tmp_path.parent / "wrong-use-cache")))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    tried, look_up = [], socket.getaddrinfo
+
+    def refuse(*words, **_):
+        tried.append(words)
+        raise OSError("no network in this test")
+
+    def own_names(host, *words, **named):  # a server asks for the address that it listens at
+        return (look_up if host in ("127.0.0.1", "localhost") else refuse)(host, *words, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", own_names)
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    yield tried
+    assert not tried
+
+
+def test_the_network_is_watched(dialled):
+    for url in ("http://127.0.0.1:9", "https://huggingface.co/api/models"):
+        with pytest.raises(OSError, match="no network"):
+            urllib.request.urlopen(url)
+    with socket.socket() as own, pytest.raises(OSError, match="no network"):
+        own.connect(("127.0.0.1", 9))
+    assert len(dialled) == 3
+    dialled.clear()
 
 
 @pytest.mark.parametrize("name", NEEDS)
