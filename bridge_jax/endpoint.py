@@ -15,16 +15,18 @@ import json
 import logging
 import os
 import random
+import re
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import requests
 
+from bridge_jax import bounded_http
 from bridge_jax.addresses import checked_address
 from bridge_jax.errors import UserError
 
@@ -32,6 +34,8 @@ log = logging.getLogger(__name__)
 
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
+LONGEST_TIMEOUT = 86_400.0
+LARGEST = 1 << 24  # bytes of an answer
 TOO_LONG = ("context length", "context_length", "maximum context", "too long", "too many tokens", "max_model_len", "context window")
 
 
@@ -56,7 +60,8 @@ class Endpoint:
     """One model at one address.
 
     url: up to /v1. retries: further attempts at a request that failed for a passing reason (no connection, time-out, 408, 429,
-    5xx), with waits that double and a server's own Retry-After. price: dollars for a million tokens (read, written).
+    5xx, an answer that is none), with waits that double and a server's own Retry-After. timeout: seconds for a whole answer.
+    price: dollars for a million tokens (read, written).
     totals: requests, retries, cached, prompt_tokens, tokens; those of `cached` answers are not counted again.
     """
 
@@ -68,6 +73,12 @@ class Endpoint:
         url = checked_address(url, "--endpoint", "http://localhost:8000/v1")
         if concurrency < 1:
             raise UserError(f"--concurrency={concurrency}: must be at least 1")
+        if not 0 < timeout <= LONGEST_TIMEOUT:  # NaN is not, either
+            raise UserError(f"--timeout={timeout:g}: give seconds, more than 0 and at most {LONGEST_TIMEOUT:g}")
+        if key and not (key.isascii() and key.isprintable()):  # no header holds it, and an error of the header's would show it
+            raise UserError(
+                "the key holds a character that no key has, such as a line break; set the variable that --key-env names"
+            )
         self.url, self.model, self.concurrency, self.retries = url, model, concurrency, retries
         self.timeout, self.temperature, self.price, self.first_wait = timeout, temperature, price, first_wait
         self.totals: Counter = Counter()
@@ -99,25 +110,48 @@ class Endpoint:
           EndpointDown: one of them failed for good; those that were answered are in the cache.
           UserError: the endpoint refuses the key, the address or the model.
         """
-        with ThreadPoolExecutor(self.concurrency) as pool:
-            futures = [pool.submit(self._complete, request) for request in asked]
-            try:
-                return [future.result() for future in futures]
-            except BaseException:
-                for future in futures:
-                    future.cancel()
-                raise
+        left = threading.Event()
+        futures: list[Future] = [Future() for _ in asked]
+        waiting = deque(zip(asked, futures, strict=True))
+
+        def work() -> None:
+            while True:
+                try:
+                    request, future = waiting.popleft()
+                except IndexError:
+                    return
+                try:
+                    future.set_result(self._complete(request, left))
+                except BaseException as error:  # for whoever waits
+                    future.set_exception(error)
+
+        # Not ThreadPoolExecutor's: the interpreter waits for those when it ends, and Ctrl-C would take as long as a server hangs.
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(self.concurrency, len(asked)))]
+        try:
+            for thread in threads:
+                thread.start()
+            for future in futures:
+                if future.exception():
+                    break
+            waiting.clear()
+            for thread in threads:
+                thread.join()  # what was asked besides is kept, too
+        except BaseException:
+            waiting.clear()
+            left.set()
+            raise
+        return [future.result() for future in futures]
 
     # ---- one request -------------------------------------------------------------------------------------------------------------
 
-    def _complete(self, request: Mapping) -> Reply:
+    def _complete(self, request: Mapping, left: threading.Event) -> Reply:
         name = self._hash(request)
         with self._lock:
             known = self._known.get(name)
             if known is not None:
                 self.totals["cached"] += 1
                 return known
-        said = self._ask(request)
+        said = self._ask(request, left)
         with self._lock:
             self._known[name] = said
             self.totals["prompt_tokens"] += said.prompt_tokens
@@ -136,16 +170,19 @@ class Endpoint:
         )
         return hashlib.sha256(json.dumps(what, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")).hexdigest()
 
-    def _ask(self, request: Mapping) -> Reply:
+    def _ask(self, request: Mapping, left: threading.Event) -> Reply:
+        """left: set when nobody waits for the answer any more."""
         why = ""
         attempt = 0
-        while attempt <= self.retries:
+        while attempt <= self.retries and not left.is_set():
             if attempt:
                 self._count("retries")
             began = time.monotonic()
             try:
                 answer = self._post(request)
-            except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
+            except bounded_http.BadAnswer as error:
+                why, asked_for = self._hidden(str(error)), None
+            except requests.RequestException as error:
                 why, asked_for = f"{type(error).__name__}", None
             else:
                 if answer.status_code == 200:
@@ -161,10 +198,10 @@ class Endpoint:
                 else:
                     return self._refused(answer)
             attempt += 1
-            if attempt <= self.retries:
+            if attempt <= self.retries and not left.is_set():
                 wait = self._wait(attempt, asked_for)
                 log.warning("%s: %s; attempt %d of %d in %.1f s", self.url, why, attempt + 1, self.retries + 1, wait)
-                time.sleep(wait)
+                left.wait(wait)
         raise EndpointDown(
             f"{self.url} failed {self.retries + 1} times, at last with {why}; see to it and run the same command again: it goes on"
         )
@@ -176,9 +213,10 @@ class Endpoint:
             body["stop"] = list(request["stop"])
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         if not hasattr(self._local, "session"):
-            self._local.session = requests.Session()  # sessions keep connections and are not for two threads
+            self._local.session = bounded_http.open_session()  # sessions keep connections and are not for two threads
         self._count("requests")
-        return self._local.session.post(f"{self.url}/chat/completions", json=body, headers=headers, timeout=self.timeout)
+        address, limits = f"{self.url}/chat/completions", {"timeout": self.timeout, "largest": LARGEST}
+        return bounded_http.send(self._local.session, "POST", address, json=body, headers=headers, **limits)
 
     def _count(self, name: str) -> None:
         with self._lock:
@@ -208,7 +246,7 @@ class Endpoint:
 
     def _wait(self, attempt: int, asked_for: str | None) -> float:
         with contextlib.suppress(TypeError, ValueError):
-            return min(max(float(asked_for), 0.0), LONGEST_WAIT)
+            return min(max(0.0, float(asked_for)), LONGEST_WAIT)  # in this order NaN is 0, too
         return min(self.first_wait * 2 ** (attempt - 1), LONGEST_WAIT) * random.uniform(0.75, 1.25)
 
 
@@ -219,8 +257,8 @@ def _parse(answer: requests.Response, seconds: float) -> Reply | None:
         text = choice["message"].get("content") or ""
         usage = content.get("usage") or {}
         finish = "length" if choice.get("finish_reason") == "length" else "stop"
-        return Reply(str(text), finish, int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0)), seconds)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return Reply(_whole(str(text)), finish, int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0)), seconds)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return None
 
 
@@ -230,9 +268,14 @@ def _message(answer: requests.Response) -> str:
         content = answer.json()
         inner = content.get("error", content.get("detail", content))
         text = inner.get("message", inner) if isinstance(inner, dict) else inner
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         text = answer.text
-    return " ".join(str(text).split())[:300]
+    return _whole(" ".join(str(text).split())[:300])
+
+
+def _whole(text: str) -> str:
+    """Half a surrogate pair, which JSON can escape and UTF-8 cannot write, becomes U+FFFD."""
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
 def _read_cache(path: Path | None) -> dict[str, Reply]:

@@ -210,9 +210,13 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
     import pyarrow
     import pyarrow.parquet
 
+    # Damage shows as pyarrow's own error, text that is not UTF-8, a date beyond the calendar, or an OSError without a number.
+    damage = (pyarrow.ArrowException, ValueError, OverflowError, OSError)
     try:
         file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowException as error:
+    except damage as error:
+        if getattr(error, "errno", None):
+            raise
         raise UserError(f"{path} is not a parquet file; download it again") from error
     number = 0
     with file:
@@ -221,5 +225,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
-        except pyarrow.ArrowException as error:
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}, after row {number}: text that is not UTF-8; write the file anew") from error
+        except damage as error:
+            if getattr(error, "errno", None):
+                raise
             raise UserError(f"{path}, after row {number}: damaged parquet; download it again") from error

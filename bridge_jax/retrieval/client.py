@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import requests
 
+from bridge_jax import bounded_http
 from bridge_jax.addresses import checked_address
 from bridge_jax.errors import UserError
 from bridge_jax.retrieval import manifest as manifests
@@ -23,13 +24,14 @@ log = logging.getLogger(__name__)
 
 FIRST_WAIT, LONGEST_WAIT = 0.2, 10.0
 SEARCHED, FETCHED = 256, 8192  # queries, rows a request
+LARGEST = 1 << 28  # bytes of an answer: FETCHED vectors of 4,096 numbers are a quarter of it
 
 
 class Client:
     """Asks one of several servers, in turns; another one when it fails.
 
-    servers: addresses such as "http://10.0.0.5:8000"; they serve the same index. timeout: seconds for the answer (a tenth of it,
-    and at least a second, to connect). attempts: tries in all before a request is given up.
+    servers: addresses such as "http://10.0.0.5:8000"; they serve the same index. timeout: seconds for the whole answer (a tenth
+    of it, and at least a second, to connect). attempts: tries in all before a request is given up.
     """
 
     def __init__(self, servers: str | Sequence[str], timeout: float = 60.0, attempts: int = 6):
@@ -60,8 +62,8 @@ class Client:
         for attempt in range(1, self.attempts + 1):
             server = self.servers[next(self._turn) % len(self.servers)]
             try:
-                timeout = (max(1.0, self.timeout / 10), self.timeout)
-                answer = self._session().request(method, server + path, timeout=timeout, **options)
+                limits = {"timeout": (max(1.0, self.timeout / 10), self.timeout), "largest": LARGEST}
+                answer = bounded_http.send(self._session(), method, server + path, **limits, **options)
                 if answer.status_code < 400:
                     return answer
                 failure = f"{server}{path} answers {answer.status_code}: {_detail(answer)}"
@@ -80,7 +82,7 @@ class Client:
     def _session(self) -> requests.Session:
         """One a thread: a session is not made to be shared."""
         if not hasattr(self._local, "session"):
-            self._local.session = requests.Session()
+            self._local.session = bounded_http.open_session()
             self._local.session.trust_env = False  # servers are neighbours: a proxy for the internet must not come between
         return self._local.session
 
@@ -96,7 +98,7 @@ def _detail(answer: requests.Response) -> str:
     try:
         detail = answer.json()["detail"]
         return detail if isinstance(detail, str) else "; ".join(str(part["msg"]) for part in detail)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return answer.text[:200] or answer.reason
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from bridge_jax.data.formats import ANSWER_SEPARATOR, PARSERS, Question, RowError, canonical_name, detect_format
 from bridge_jax.data.qa import load_questions, read_file
 from bridge_jax.errors import UserError
+from bridge_jax.prepare.questions import read_questions
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -151,6 +152,21 @@ def test_broken_containers_are_refused(tmp_path):
     ):
         with pytest.raises(UserError, match=said):
             load_questions(tmp_path / name)
+
+
+def test_a_parquet_file_that_is_damaged_is_named(tmp_path):
+    rows = [{"id": str(n), "question": f"who is number {n}?", "golden_answers": ["somebody"]} for n in range(50)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "good.parquet", compression="snappy")
+    good = (tmp_path / "good.parquet").read_bytes()
+    flipped = bytearray(good)
+    flipped[good.index(b"who is number")] ^= 0xFF  # now no UTF-8
+    broken = good[:4] + bytes(byte ^ 0x55 for byte in good[4:200]) + good[200:]  # pages and their headers
+    for name, data, said in (("text", bytes(flipped), "not UTF-8"), ("broken", broken, "damaged parquet")):
+        path = tmp_path / f"{name}.parquet"
+        path.write_bytes(data)
+        for read in (load_questions, read_questions):
+            with pytest.raises(UserError, match=rf"{name}\.parquet, after row 0: .*{said}"):
+                read(path)
 
 
 def test_bad_parquet_row_is_named(tmp_path):

@@ -2,13 +2,19 @@
 
 import json
 import logging
+import signal
+import subprocess
+import sys
+import threading
 import time
 
 import pytest
+from raw_server import HEAD, saying
 from stub_server import serve
 
+from bridge_jax import endpoint as endpoints
 from bridge_jax.endpoint import Endpoint, EndpointDown
-from bridge_jax.errors import UserError
+from bridge_jax.errors import INTERRUPTED, UserError
 from bridge_jax.rollout.generators import EndpointGenerator
 
 
@@ -53,6 +59,13 @@ def test_answers_in_order_several_at_a_time(tmp_path):
         (503, b"<html>busy</html>", {}),
         (200, b"no json", {}),
         (200, {"choices": []}, {}),
+        (200, b"[" * 5000, {}),
+        (503, b"[" * 5000, {}),
+        (200, b'{"choices": [{"message": {"content": "a"}}], "usage": {"prompt_tokens": 1e999}}', {}),
+        (200, b"no gzip", {"Content-Encoding": "gzip"}),
+        (200, b"no json", {"Content-Type": "application/json; charset=undefined"}),
+        (307, {}, {"Location": "ftp://x/"}),
+        (429, {}, {"Retry-After": "nan"}),
     ],
 )
 def test_what_passes_is_tried_again(failure):
@@ -60,6 +73,78 @@ def test_what_passes_is_tried_again(failure):
         endpoint = Endpoint(url, "m", first_wait=0.001, retries=2)
         assert endpoint.complete_many([ask("a")])[0].text == "A"
     assert len(stub.requests) == 3 and endpoint.spent()["retries"] == 2
+
+
+def test_redirects_without_end_are_a_failure():
+    with serve(lambda body: (307, {}, {"Location": "/v1/chat/completions"})) as (_, url):
+        endpoint = Endpoint(url, "m", retries=1, first_wait=0.001)
+        with pytest.raises(EndpointDown, match="failed 2 times, at last with TooManyRedirects"):
+            endpoint.complete_many([ask("a")])
+
+
+def test_a_server_that_trickles_or_does_not_end_is_a_failure(monkeypatch):
+    monkeypatch.setattr(endpoints, "LARGEST", 1000)
+    with serve(lambda body: (200, 1001 * b" ", {})) as (_, url), pytest.raises(EndpointDown, match="more than 1,000 bytes"):
+        Endpoint(url, "m", retries=0).complete_many([ask("a")])
+    with saying(HEAD, 1000 * b" ") as url, pytest.raises(EndpointDown, match="failed 2 times, at last with ReadTimeout"):
+        Endpoint(f"{url}/v1", "m", retries=1, first_wait=0.001, timeout=0.4).complete_many([ask("a")])
+
+
+def test_half_a_surrogate_pair_is_replaced_and_kept(tmp_path):
+    def answer(body):
+        asked = body["messages"][0]["content"]
+        return (400, b'{"error": "too long: \\udfff"}', {}) if asked == "long" else "a \ud800 b \U0001f600"
+
+    with serve(answer) as (stub, url):
+        said = Endpoint(url, "m", cache=tmp_path / "said.jsonl").complete_many([ask("a"), ask("long")])
+        assert [(one.text, one.problem) for one in said] == [("a \ufffd b \U0001f600", ""), ("", "too long: \ufffd")]
+        assert Endpoint(url, "m", cache=tmp_path / "said.jsonl").complete_many([ask("a"), ask("long")]) == said
+    assert len(stub.requests) == 2
+
+
+def test_a_refusal_that_is_nested_without_end_is_told():
+    with serve(lambda body: (400, b"[" * 5000, {})) as (_, url), pytest.raises(UserError, match=r"refuses model 'm'.*400: \[\[\["):
+        Endpoint(url, "m").complete_many([ask("a")])
+
+
+def test_ctrl_c_does_not_wait_for_an_endpoint_that_hangs(tmp_path):
+    program = """
+import sys
+from pathlib import Path
+from bridge_jax.endpoint import Endpoint
+from bridge_jax.errors import main_guard
+
+@main_guard
+def main(url, cache):
+    asked = [{"messages": [{"role": "user", "content": text}], "max_tokens": 16} for text in ("a", "hang", "down", "b", "hang")]
+    Endpoint(url, "m", cache=Path(cache), concurrency=2, first_wait=50).complete_many(asked)
+
+sys.exit(main(*sys.argv[1:]))
+"""
+    ended, came = threading.Event(), threading.Semaphore(0)
+
+    def answer(body):
+        text = body["messages"][0]["content"]
+        came.release()
+        if text == "hang":
+            ended.wait(60)
+        return (500, {}, {}) if text == "down" else echo(body)
+
+    cache = tmp_path / "said.jsonl"
+    with serve(answer) as (_, url):
+        command = [sys.executable, "-c", program, url, str(cache)]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+            try:
+                assert all(came.acquire(timeout=30) for _ in range(3))  # one hangs, the other is waiting to be tried again
+                assert "status 500; attempt 2" in running.stderr.readline()
+                began = time.monotonic()
+                running.send_signal(signal.SIGINT)
+                assert running.wait(20) == 130 and time.monotonic() - began < 10  # a second; the request would take 60
+                assert running.stderr.read() == f"{INTERRUPTED}\n"
+            finally:
+                running.kill()
+                ended.set()
+    assert [json.loads(line)["text"] for line in cache.read_text().splitlines()] == ["A"]
 
 
 def test_a_retry_waits_as_long_as_the_server_says():
@@ -121,9 +206,15 @@ def test_refusals():
         ({"url": "localhost:8000"}, "http://"),
         ({"url": "https://me:hunter2@x/v1"}, "leave name and password out"),
         ({"url": "http://x/v1", "concurrency": 0}, "--concurrency"),
+        ({"url": "http://x/v1", "timeout": 0}, "--timeout=0"),
+        ({"url": "http://x/v1", "timeout": -1.0}, "--timeout=-1"),
+        ({"url": "http://x/v1", "timeout": float("nan")}, "--timeout=nan"),
+        ({"url": "http://x/v1", "timeout": float("inf")}, "--timeout=inf"),
+        ({"url": "http://x/v1", "key": "sk-secret\n"}, "--key-env"),
     ):
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=words) as told:
             Endpoint(model="m", **flags)
+        assert "sk-secret" not in str(told.value)
 
 
 def test_a_server_that_wants_the_other_limit():

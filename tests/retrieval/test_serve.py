@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import pytest
 import requests
+from raw_server import HEAD, saying
 
 pytest.importorskip("starlette")
 uvicorn = pytest.importorskip("uvicorn")
@@ -410,6 +411,14 @@ def test_the_client_tries_again_elsewhere_and_gives_up_in_time(monkeypatch, url)
     with flaky(refusal) as (address, asked), pytest.raises(UserError, match="answers 400: topk: too many"):
         Client(address).retrieve(["q"], 1)
     assert len(asked) == 1, "a refusal is not asked again"
+    for status, kind in ((400, UserError), (500, RetrievalFault)):
+        with flaky((status, b"[" * 5000)) as (address, asked), pytest.raises(kind, match=rf"answers {status}: \[\[\["):
+            Client(address, attempts=2).retrieve(["q"], 1)
+    with saying(HEAD, 1000 * b" ") as address, pytest.raises(RetrievalFault, match=r"no answer in time \(2 attempts\)"):
+        Client(address, timeout=0.4, attempts=2).retrieve(["q"], 1)
+    monkeypatch.setattr(clients, "LARGEST", 10)
+    with flaky(GOOD) as (address, asked), pytest.raises(RetrievalFault, match=r"more than 10 bytes \(2 attempts\)"):
+        Client(address, attempts=2).retrieve(["q"], 1)
     for bad in ("", "localhost:8000", "ftp://x", "http://[x", "http://"):
         with pytest.raises(UserError):
             Client(bad)
