@@ -147,6 +147,29 @@ def test_a_server_that_comes_back_is_used_again():
         np.testing.assert_array_equal(a, b)
 
 
+def test_an_outage_is_waited_out_once_and_never_where_nothing_has_answered(monkeypatch):
+    waits = []
+    monkeypatch.setattr(clients, "FIRST_WAIT", 0.2)
+    monkeypatch.setattr(clients.time, "sleep", waits.append)
+    port = free_port()
+    client = Client(f"http://127.0.0.1:{port}")
+
+    def waited(attempts):
+        waits.clear()
+        with pytest.raises(RetrievalFault, match=rf"\({attempts} attempts\)"):
+            client.ask("GET", "/index")
+        assert len(waits) == attempts - 1
+        return sum(waits)
+
+    assert waited(6) < 7
+    for _ in range(2):
+        with serving(port):
+            client.ask("GET", "/index")
+        assert waited(14) > 40, "more than 30 s, whatever the dice say"
+        assert max(waits) <= clients.LONGEST_WAIT
+        assert waited(6) < 7 and waited(6) < 7
+
+
 def changed(at, value, dtype):
     """The right answer with one number replaced."""
 

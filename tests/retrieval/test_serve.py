@@ -435,6 +435,11 @@ def test_the_client_tries_again_elsewhere_and_gives_up_in_time(monkeypatch, url)
     with flaky(refusal) as (address, asked), pytest.raises(UserError, match="answers 400: topk: too many"):
         Client(address).retrieve(["q"], 1)
     assert len(asked) == 1, "a refusal is not asked again"
+    with flaky((None, 0.5)) as (address, asked), pytest.raises(RetrievalFault, match=r"no answer in time \(6 attempts\)"):
+        silent = Client(address, timeout=0.1)
+        silent._answered = True
+        silent.retrieve(["q"], 1)
+    assert len(asked) == 6, "one that takes a question and says nothing is not asked as often as one that is away"
     for bad in ("", "localhost:8000", "ftp://x", "http://[x", "http://"):
         with pytest.raises(UserError):
             Client(bad)
