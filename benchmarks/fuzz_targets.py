@@ -331,7 +331,7 @@ def check_config(text: str) -> None:
 
 def check_wire(text: str) -> None:
     """What a client sends -> a checked request or a refusal; what a server answers -> rows of the index or ValueError."""
-    body, limits = as_bytes(text), wire.Limits(10_000, 5, 50, 8)
+    body, limits = as_bytes(text), wire.Limits(10_000, 5, 50, 8, 6)
     try:
         ask = wire.read_ask(body, limits, 3, PASSAGES)
         assert 1 <= ask.topk <= 8 and len(ask.queries) <= 5 and all(len(query) <= 50 for query in ask.queries)
@@ -340,8 +340,8 @@ def check_wire(text: str) -> None:
         assert error.status == 422 and json.dumps(error.detail)
     for read, whole in ((wire.read_queries, 4 * DIM), (wire.read_rows, 8)):
         try:
-            found = read(body, DIM, limits) if whole == 4 * DIM else read(body, PASSAGES)
-            assert len(found) * whole == len(body) and np.isfinite(found).all()
+            found = read(body, DIM, limits) if whole == 4 * DIM else read(body, limits, PASSAGES)
+            assert len(found) * whole == len(body) and len(found) <= 6 and np.isfinite(found).all()
             assert whole == 4 * DIM or ((found >= 0) & (found < PASSAGES)).all()
         except wire.BadRequest as error:
             assert error.status == 422 and json.dumps(error.detail)

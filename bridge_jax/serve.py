@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--topk", type=int, default=3, help="passages a query where a request names no number (default 3)")
     p.add_argument("--max-topk", type=int, default=200, help="the most passages that a request may ask for (default 200)")
     p.add_argument("--max-queries", type=int, default=2048, help="queries a request (default 2048)")
+    p.add_argument("--max-rows", type=int, default=8192, help="rows of a request for vectors (default 8192, what a run asks for)")
     p.add_argument("--max-query-length", type=int, default=8192, help="characters (default 8192)")
     p.add_argument("--max-body", type=int, default=16 << 20, help="bytes of a request (default 16 MiB)")
     p.add_argument("--batch", type=int, default=256, help="queries searched together (default 256)")
@@ -60,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
 @main_guard
 def main(arguments: list[str] | None = None) -> int:
     args = parser().parse_args(arguments)
-    for name in ("topk", "max_topk", "max_queries", "max_query_length", "max_body", "batch"):
+    for name in ("topk", "max_topk", "max_queries", "max_rows", "max_query_length", "max_body", "batch"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
     if args.topk > args.max_topk:
@@ -72,14 +73,21 @@ def main(arguments: list[str] | None = None) -> int:
         from bridge_jax.retrieval.server import Service, make_app
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed; pip install 'bridge-jax[serve]'") from None
+    from bridge_jax.retrieval.mapped import FileChanged
     from bridge_jax.retrieval.serving import open_parts
     from bridge_jax.retrieval.wire import Limits
 
     with _listen(args.host, args.port) as listener:  # first: a port that is taken is said before an index is loaded
         parts = open_parts(args.index, args.corpus, args.encoder, args.kind, args.merge)
         service = Service(*parts, adapter=args.adapter)
-        limits = Limits(args.max_body, args.max_queries, args.max_query_length, args.max_topk)
-        app = make_app(service, limits, args.topk, token, args.batch)
+        limits = Limits(args.max_body, args.max_queries, args.max_query_length, args.max_topk, args.max_rows)
+        changes: list[FileChanged] = []
+
+        def stop(error: FileChanged) -> None:
+            changes.append(error)
+            server.should_exit = True
+
+        app = make_app(service, limits, args.topk, token, args.batch, changed=stop)
         listener.listen(2048)
         host, port = listener.getsockname()[:2]
         print(f"serving {len(service.corpus):,} passages at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
@@ -89,7 +97,10 @@ def main(arguments: list[str] | None = None) -> int:
             app, log_level="warning", access_log=False, backlog=2048, timeout_graceful_shutdown=STOP_SECONDS,
             timeout_keep_alive=IDLE_SECONDS,
         )  # fmt: skip
-        uvicorn.Server(config).run(sockets=[listener])
+        server = uvicorn.Server(config)
+        server.run(sockets=[listener])
+    if changes:
+        raise changes[0]
     return 0
 
 

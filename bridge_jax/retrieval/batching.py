@@ -16,7 +16,7 @@ class Batcher:
     """Calls `run(jobs) -> results` in a thread of its own, with all that waits, up to `most` queries.
 
     run: takes jobs and gives one result for each; an exception is everybody's in the batch.
-    size: queries of a job. most: of a batch (a job larger than that is a batch of its own). waiting: queries that may wait.
+    size: queries (or rows) of a job. most: of a batch (a job larger than that is a batch of its own). waiting: how many may wait.
     """
 
     def __init__(self, run: Callable[[Sequence], Sequence], size: Callable[[object], int], most: int = 256, waiting: int = 65_536):
@@ -30,7 +30,7 @@ class Batcher:
         """The result of a job.
 
         Raises:
-          Full: too many queries wait.
+          Full: too many wait.
         """
         if self.waiting + self._size(job) > self._limit and self.waiting:
             raise Full

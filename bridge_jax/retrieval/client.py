@@ -23,6 +23,8 @@ from bridge_jax.retrieval.vectors import check_queries
 log = logging.getLogger(__name__)
 
 FIRST_WAIT, LONGEST_WAIT = 0.2, 10.0
+ATTEMPTS = 14  # whose waits bridge 41 to 83 s, a minute in the mean
+BRIEF = 6  # where waiting is in vain, or each attempt takes long by itself
 SEARCHED, FETCHED = 256, 8192  # queries, rows a request
 LARGEST = 1 << 28  # bytes of an answer: FETCHED vectors of 4,096 numbers are a quarter of it
 
@@ -31,16 +33,19 @@ class Client:
     """Asks one of several servers, in turns; another one when it fails.
 
     servers: addresses such as "http://10.0.0.5:8000"; they serve the same index. timeout: seconds for the whole answer (a tenth
-    of it, and at least a second, to connect). attempts: tries in all before a request is given up.
+    of it, and at least a second, to connect). attempts: tries in all before a request is given up; no more than BRIEF until a
+    server has answered, and after a request that was given up until one answers again: an outage is waited out once, not by every
+    search.
     """
 
-    def __init__(self, servers: str | Sequence[str], timeout: float = 60.0, attempts: int = 6):
+    def __init__(self, servers: str | Sequence[str], timeout: float = 60.0, attempts: int = ATTEMPTS):
         names = servers.split(",") if isinstance(servers, str) else servers
         example = "http://127.0.0.1:8000"
         self.servers = [checked_address(name.strip(), "retrieval server", example) for name in names if name.strip()]
         if not self.servers:
             raise UserError(f"no retrieval server given; name one, such as {example}")
         self.timeout, self.attempts = timeout, attempts
+        self._answered = False
         self._turn = itertools.count(random.randrange(len(self.servers)))  # many clients do not all begin with the first
         self._local = threading.local()
 
@@ -59,23 +64,28 @@ class Client:
 
     def ask(self, method: str, path: str, **options) -> requests.Response:
         """A request with retries. Raises as `retrieve`."""
+        attempts = self.attempts if self._answered else min(self.attempts, BRIEF)
         for attempt in range(1, self.attempts + 1):
             server = self.servers[next(self._turn) % len(self.servers)]
             try:
                 limits = {"timeout": (max(1.0, self.timeout / 10), self.timeout), "largest": LARGEST}
                 answer = bounded_http.send(self._session(), method, server + path, **limits, **options)
                 if answer.status_code < 400:
+                    self._answered = True
                     return answer
                 failure = f"{server}{path} answers {answer.status_code}: {_detail(answer)}"
                 if answer.status_code < 500 and answer.status_code not in (408, 429):
                     raise UserError(failure)
             except requests.RequestException as error:
                 failure = f"{server}{path}: {_cause(error)}"
-            if attempt == self.attempts:
-                raise RetrievalFault(f"{failure} ({self.attempts} attempts)")
+                if isinstance(error, requests.ReadTimeout):
+                    attempts = min(attempts, BRIEF)
+            if attempt >= attempts:
+                self._answered = False
+                raise RetrievalFault(f"{failure} ({attempt} attempts)")
             # Half of the wait is chance: clients that failed together do not come back together.
             wait = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
-            log.warning("%s; attempt %d of %d follows", failure, attempt + 1, self.attempts)
+            log.warning("%s; attempt %d of %d follows", failure, attempt + 1, attempts)
             time.sleep(wait)
         raise AssertionError("unreachable")
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from bridge_jax.data.cache import cache_dir
 from bridge_jax.errors import UserError
+from bridge_jax.retrieval.mapped import FileChanged, Watch
 from bridge_jax.retrieval.passages import BOM, Passage, contents_of, expand, is_plain, parse, passage_of, read_records
 from bridge_jax.retrieval.progress import track
 
@@ -45,12 +46,14 @@ class Corpus:
       fingerprint: sha256 over the (id, contents) of all rows, in order; independent of spacing, other fields and the files' form.
     """
 
-    def __init__(self, files: Sequence[Path], limit: int | None, data: mmap.mmap, table: _Table):
+    def __init__(self, files: Sequence[Path], limit: int | None, text: Path, table: _Table):
         self.path: Path | list[Path] = files[0].absolute() if len(files) == 1 else [file.absolute() for file in files]
         self.limit = limit
         self.fingerprint: str = table.fingerprint
-        self._data = data
-        self._table = table
+        self._text, self._table = text, table
+        with open(text, "rb") as file:
+            self._watch = Watch(file, text)
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     @classmethod
     def open(cls, source: Source, limit: int | None = None) -> Corpus:
@@ -82,8 +85,10 @@ class Corpus:
                 raise UserError(
                     f"{source}: the offsets cache {offsets} cannot be read back; set BRIDGE_JAX_CACHE to another folder"
                 )
-        with open(text, "rb") as file:
-            return cls(files, limit, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), table)
+        corpus = cls(files, limit, text, table)
+        if mapped and [*corpus._watch.stamp] != state[1:3]:  # the table is of the file as it was before
+            raise FileChanged(f"{text}: was changed while it was read; run the same command again when it is whole")
+        return corpus
 
     def __len__(self) -> int:
         return len(self._table.starts)
@@ -118,17 +123,14 @@ class Corpus:
         row = operator.index(row)
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of a corpus of {len(self)} passages")
-        if self._data.size() != len(self._data):  # the file's size now; to read behind its end would end the process
-            raise UserError(f"{self.path}: was changed while it was read; put the old file back and run the same command again")
+        self._watch.check()
+        start = int(self._table.starts[row])
+        end = self._data.find(b"\n", start)
         try:
-            return _record_at(self._data, int(self._table.starts[row]))
-        except ValueError:
-            raise UserError(f"{self.path}: row {row} is not what it was; was the file changed while it was read?") from None
-
-
-def _record_at(data: mmap.mmap, start: int) -> dict:
-    end = data.find(b"\n", start)
-    return json.loads(data[start : end if end >= 0 else None].decode("utf-8"))
+            return parse(self._data[start : end if end >= 0 else None], f"row {row}")
+        except UserError as error:  # changed, with the old time put back
+            where = f"{self._text}, line {_line_of(self._text, start)}"
+            raise FileChanged(f"{where}: was changed while it was read ({error}); put the old file back") from None
 
 
 def _state(file: Path) -> list[int]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from bridge_jax.errors import UserError
+from bridge_jax.retrieval.mapped import open_array
 
 HEADER = struct.Struct("<4siqqqbiQ")
 FLAT = {b"IxFI": 0, b"IxF2": 1}  # the letters and the metric that belongs to them
@@ -41,4 +42,4 @@ def open_flat(file: Path) -> np.memmap:
         raise UserError(
             f"{file}: holds {size:,} bytes where {HEADER.size + 4 * count:,} belong; fetch it again (parts: put them together)"
         )
-    return np.memmap(file, "<f4", "r", HEADER.size, (rows, dim))
+    return open_array(file, "<f4", HEADER.size, (rows, dim))

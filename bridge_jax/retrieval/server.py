@@ -15,7 +15,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ from bridge_jax.models.lora import load_peft
 from bridge_jax.retrieval import manifest as manifests
 from bridge_jax.retrieval import wire
 from bridge_jax.retrieval.batching import Batcher, Full
+from bridge_jax.retrieval.mapped import FileChanged
 from bridge_jax.retrieval.serving import with_adapter
 from bridge_jax.retrieval.wire import BadRequest, Limits
 
@@ -126,14 +127,23 @@ class Metrics:
 
 
 def make_app(
-    service: Service, limits: Limits | None = None, topk: int = 3, token: str | None = None, batch: int = 256, waiting: int = 65_536
+    service: Service,
+    limits: Limits | None = None,
+    topk: int = 3,
+    token: str | None = None,
+    batch: int = 256,
+    waiting: int = 65_536,
+    waiting_rows: int = 1 << 19,
+    changed: Callable[[FileChanged], None] = lambda error: None,
 ) -> Starlette:
     """The application.
 
     Args:
       topk: passages a query where a request names no number.
       token: what /adapter asks for; None: there is no /adapter.
-      batch: queries searched together. waiting: queries that may wait; more are answered with 503.
+      batch: queries searched together. waiting: queries that may wait; more are answered with 503. waiting_rows: likewise, rows
+        whose vectors are asked for.
+      changed: told when a file of the index or the corpus has changed: no answer of this server is to be trusted any more.
     """
     limits, metrics = limits or Limits(), Metrics()
     identity = {wire.INDEX: manifests.fingerprint(service.manifest)}
@@ -147,14 +157,20 @@ def make_app(
         metrics.queries.inc(count)
         return service.run(jobs)
 
+    def fetch(asked: Sequence[np.ndarray]) -> list[bytes]:
+        return [wire.write_vectors(service.index.vectors(rows)) for rows in asked]
+
     batcher = Batcher(run, lambda job: max(1, len(job.queries)), batch, waiting)
+    # A thread of its own: searches do not wait for it, and one request's vectors at a time are in memory as float32.
+    fetcher = Batcher(fetch, lambda rows: max(1, len(rows)), 1, waiting_rows)
     metrics.waiting.set_function(lambda: batcher.waiting)
 
     @contextlib.asynccontextmanager
     async def lifespan(app):
-        task = asyncio.create_task(batcher.loop())
+        tasks = [asyncio.create_task(each.loop()) for each in (batcher, fetcher)]
         yield
-        task.cancel()
+        for task in tasks:
+            task.cancel()
 
     async def retrieve(request: Request) -> Response:
         ask = wire.read_ask(await _body(request, limits), limits, topk, len(service.corpus))
@@ -172,9 +188,8 @@ def make_app(
         return numbers(await batcher.submit(Job(queries, k, wire.write_hits)))
 
     async def vectors(request: Request) -> Response:
-        rows = wire.read_rows(await _body(request, limits), len(service.corpus))
-        found = await asyncio.to_thread(service.index.vectors, rows)
-        return numbers(wire.write_vectors(found))
+        rows = wire.read_rows(await _body(request, limits), limits, len(service.corpus))
+        return numbers(await fetcher.submit(rows))
 
     async def adapter(request: Request) -> Response:
         given = request.headers.get("authorization", "")
@@ -218,8 +233,11 @@ def make_app(
             except BadRequest as error:
                 response = JSONResponse(error.detail, error.status)
             except Full:
-                message = "too many queries wait: try again, or start more servers"
+                message = "too many wait: try again, or start more servers"
                 response = JSONResponse({"detail": message}, 503, {"retry-after": "1"})
+            except FileChanged as error:
+                changed(error)
+                response = JSONResponse({"detail": str(error)}, 500)
             except ClientDisconnect:
                 response = Response(status_code=499)
             except Exception as error:

@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from bridge_jax.errors import UserError
+from bridge_jax.retrieval.mapped import open_array
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 SLACK = 16  # candidates proposed beyond k: near ties at the cut are decided by the exact score, not by the proposal's rounding
@@ -62,7 +63,7 @@ def quantize(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def open_vectors(folder: Path, rows: int, dim: int, store: str = "bfloat16") -> Vectors:
-    """The vectors [rows, dim] of an index folder, memory-mapped.
+    """The vectors [rows, dim] of an index folder, memory-mapped. FileChanged when they are read after their file has changed.
 
     Raises:
       UserError: a file is missing or has another size.
@@ -73,7 +74,7 @@ def open_vectors(folder: Path, rows: int, dim: int, store: str = "bfloat16") -> 
         found, wanted = (file.stat().st_size if file.is_file() else 0), math.prod(shape) * dtype.itemsize
         if found != wanted:
             raise UserError(f"{file}: holds {found:,} bytes where {wanted:,} belong; rebuild the index with --force")
-        parts.append(np.memmap(file, dtype, "r", 0, shape))
+        parts.append(open_array(file, dtype, 0, shape))
     return parts[0] if store == "bfloat16" else Int8Vectors(*parts)
 
 

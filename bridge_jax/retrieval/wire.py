@@ -34,6 +34,7 @@ class Limits:
     queries: int = 2048
     query_length: int = 8192  # characters
     topk: int = 200
+    rows: int = 8192  # whose vectors are asked for
 
 
 class BadRequest(Exception):
@@ -157,11 +158,13 @@ def read_hits(body: bytes, count: int, k: int, passages: int) -> tuple[np.ndarra
     return scores, rows
 
 
-def read_rows(body: bytes, rows: int) -> np.ndarray:
-    """The body of /vectors -> [n] int64. BadRequest when it is not that, or a row is not in the corpus."""
+def read_rows(body: bytes, limits: Limits, rows: int) -> np.ndarray:
+    """The body of /vectors -> [n] int64. BadRequest when it is not that, or a row is none of the corpus's `rows`."""
     if len(body) % 8:
         raise BadRequest(422, ["body"], f"body holds {len(body)} bytes: give int64 rows (8 bytes each)")
     asked = np.frombuffer(body, "<i8")
+    if len(asked) > limits.rows:
+        raise BadRequest(422, ["body"], f"body holds {len(asked)} rows: at most {limits.rows} are taken at once")
     bad = (asked < 0) | (asked >= rows)
     if bad.any():
         raise BadRequest(422, ["body"], f"row {int(asked[np.argmax(bad)])} is not in the index of {rows} passages")

@@ -1,6 +1,9 @@
 """A cache of its own, passages with nothing special about them, and a tiny random BERT encoder in Hugging Face's layout."""
 
+import contextlib
 import json
+import socket
+import threading
 
 import numpy as np
 import pytest
@@ -32,6 +35,23 @@ def write_jsonl(path, rows):
 @pytest.fixture(scope="session")
 def corpus_file(tmp_path_factory):
     return write_jsonl(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", passages(300))
+
+
+@contextlib.contextmanager
+def running(app, port=0):
+    """The application behind a real socket -> its address."""
+    import uvicorn
+
+    with socket.create_server(("127.0.0.1", port), backlog=512) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive()
 
 
 def write_encoder(folder, seed: int):

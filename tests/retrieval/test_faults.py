@@ -16,10 +16,13 @@ import pytest
 
 from bridge_jax.errors import UserError
 from bridge_jax.retrieval import client as clients
+from bridge_jax.retrieval import corpus as corpora
 from bridge_jax.retrieval import manifest as manifests
-from bridge_jax.retrieval import wire
+from bridge_jax.retrieval import vectors, wire
 from bridge_jax.retrieval.client import Client, RemoteIndex
 from bridge_jax.retrieval.corpus import Corpus
+from bridge_jax.retrieval.device_index import DeviceIndex
+from bridge_jax.retrieval.mapped import FileChanged
 from bridge_jax.retrieval.retriever import RetrievalFault
 
 ROWS, DIM = 20, 4
@@ -144,6 +147,29 @@ def test_a_server_that_comes_back_is_used_again():
         np.testing.assert_array_equal(a, b)
 
 
+def test_an_outage_is_waited_out_once_and_never_where_nothing_has_answered(monkeypatch):
+    waits = []
+    monkeypatch.setattr(clients, "FIRST_WAIT", 0.2)
+    monkeypatch.setattr(clients.time, "sleep", waits.append)
+    port = free_port()
+    client = Client(f"http://127.0.0.1:{port}")
+
+    def waited(attempts):
+        waits.clear()
+        with pytest.raises(RetrievalFault, match=rf"\({attempts} attempts\)"):
+            client.ask("GET", "/index")
+        assert len(waits) == attempts - 1
+        return sum(waits)
+
+    assert waited(6) < 7
+    for _ in range(2):
+        with serving(port):
+            client.ask("GET", "/index")
+        assert waited(14) > 40, "more than 30 s, whatever the dice say"
+        assert max(waits) <= clients.LONGEST_WAIT
+        assert waited(6) < 7 and waited(6) < 7
+
+
 def changed(at, value, dtype):
     """The right answer with one number replaced."""
 
@@ -200,16 +226,90 @@ def test_another_index_behind_the_same_address_stops_the_run():
         assert RemoteIndex(Client(address)).search(VECTORS[:1], 3)[1].shape == (1, 3)
 
 
-@pytest.mark.parametrize("change", ["cut off", "longer", "rewritten"])
-def test_a_corpus_that_changes_under_a_run_is_noticed(tmp_path, corpus_file, change):
-    path = shutil.copy(corpus_file, tmp_path / "corpus.jsonl")
-    corpus = Corpus.open(path)
-    assert corpus[250].id == "p250"
+def change_file(path, change):
     size = os.path.getsize(path)
     if change == "rewritten":
         with open(path, "r+b") as file:
             file.write(b"#" * size)
+    elif change == "one word":
+        with open(path, "r+b") as file:
+            file.seek(file.read().index(b'"p250"') + 20)
+            file.write(b"WORD")
     else:
         os.truncate(path, 100 if change == "cut off" else size + 5000)
-    with pytest.raises(UserError, match=f"{path}.*changed while it was read"):
-        corpus[250]
+
+
+@pytest.mark.parametrize("change", ["cut off", "longer", "rewritten", "one word"])
+def test_a_corpus_that_changes_under_a_run_is_noticed(tmp_path, corpus_file, change):
+    path = shutil.copy(corpus_file, tmp_path / "corpus.jsonl")
+    corpus = Corpus.open(path)
+    assert corpus[250].id == "p250"
+    change_file(path, change)
+    for read in (corpus.__getitem__, corpus.contents, corpus.document):
+        with pytest.raises(FileChanged, match=f"{path}.*changed while it was read"):
+            read(250)
+
+
+@pytest.mark.parametrize(
+    "old, new, said",
+    [(b'"id": "p250"', b'"ix": "p250"', "field 'id' is missing"), (b'{"id": "p250"', b'["id": "p250"', "not JSON")],
+)
+def test_a_record_that_is_none_any_more_is_named_even_where_the_time_was_put_back(tmp_path, corpus_file, old, new, said):
+    path = shutil.copy(corpus_file, tmp_path / "corpus.jsonl")
+    corpus, before = Corpus.open(path), os.stat(path)
+    with open(path, "r+b") as file:
+        file.seek(file.read().index(old))
+        file.write(new)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert corpus[249].id == "p249"
+    for read in (corpus.__getitem__, corpus.contents, corpus.document):
+        with pytest.raises(UserError, match=f"{path}, line 251: was changed while it was read.*{said}.*put the old file back"):
+            read(250)
+
+
+def test_a_corpus_that_changes_while_it_is_opened_is_refused(tmp_path, corpus_file, monkeypatch):
+    path = shutil.copy(corpus_file, tmp_path / "corpus.jsonl")
+    load = corpora._load_table
+
+    def late(*args):
+        found = load(*args)
+        if found is not None:
+            change_file(path, "one word")
+        return found
+
+    monkeypatch.setattr(corpora, "_load_table", late)
+    with pytest.raises(UserError, match=f"{path}: was changed while it was read"):
+        Corpus.open(path)
+
+
+def test_files_that_are_replaced_moved_or_linked_stay_what_they_were(tmp_path, corpus_file):
+    """As when another process fetches a newer object of a bucket, or an index is built anew with --force."""
+    path = shutil.copy(corpus_file, tmp_path / "corpus.jsonl")
+    (tmp_path / vectors.STORES["bfloat16"][0][0]).write_bytes(VECTORS.astype(vectors.BFLOAT16).tobytes())
+    corpus, index = Corpus.open(path), DeviceIndex(vectors.open_vectors(tmp_path, ROWS, DIM))
+    found = corpus[250], index.search(VECTORS[:2], 3)[1].tolist()
+    for file in list(tmp_path.iterdir()):
+        os.link(file, tmp_path / f"link of {file.name}")
+        file.chmod(0o600)
+        (tmp_path / "new").write_bytes(b"new")
+        os.replace(tmp_path / "new", file)
+    assert found == (corpus[250], index.search(VECTORS[:2], 3)[1].tolist())
+
+
+@pytest.mark.parametrize("change", ["longer", "rewritten", "cut off"])
+@pytest.mark.parametrize("store", vectors.STORES)
+def test_an_index_that_changes_under_a_run_is_noticed(tmp_path, store, change):
+    rows, dim = 3000, 8  # several pages of memory: to read what is cut off would end the process
+    stored = np.random.default_rng(0).normal(size=(rows, dim)).astype(np.float32)
+    writer = vectors.VectorWriter(tmp_path, dim, store, 0)
+    writer.append(stored)
+    writer.close()
+    file = tmp_path / vectors.STORES[store][-1][0]
+    opened = vectors.open_vectors(tmp_path, rows, dim, store)
+    index, copy = DeviceIndex(opened), opened[-3:].astype(np.float32)
+    assert index.search(stored[-2:], 3)[1].shape == (2, 3)
+    change_file(file, change)
+    for read in (lambda: index.search(stored[-2:], 3), lambda: index.vectors(np.arange(rows - 3, rows))):
+        with pytest.raises(FileChanged, match=f"{file}: was changed while it was read"):
+            read()
+    np.testing.assert_allclose(copy[1], stored[-2], atol=0.05)

@@ -1,5 +1,4 @@
 """The server against Search-R1's schema, its limits, many clients, swaps and stops; the client against servers that fail."""
-# ruff: noqa: E402 (what the extra "serve" brings is asked for first)
 
 import contextlib
 import http.server
@@ -7,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +22,7 @@ import requests
 from raw_server import HEAD, saying
 
 pytest.importorskip("starlette")
-uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
 from bridge_jax import serve
@@ -31,6 +31,7 @@ from bridge_jax.models import e5
 from bridge_jax.models.lora import LoRAConfig, init_lora, load_peft, save_peft
 from bridge_jax.retrieval import client as clients
 from bridge_jax.retrieval import server as servers
+from bridge_jax.retrieval import wire
 from bridge_jax.retrieval.client import Client, RemoteIndex
 from bridge_jax.retrieval.corpus import Corpus
 from bridge_jax.retrieval.index import build_index
@@ -38,6 +39,7 @@ from bridge_jax.retrieval.retriever import RetrievalFault, Retriever
 from bridge_jax.retrieval.server import Service, make_app
 from bridge_jax.retrieval.serving import open_parts, with_adapter
 from bridge_jax.retrieval.wire import Limits
+from tests.retrieval.conftest import running
 
 LORA = LoRAConfig(rank=2, alpha=8.0, targets=("query", "value"))
 LIMITS = Limits(body=20_000, queries=50, query_length=100, topk=60)
@@ -64,21 +66,6 @@ def adapter(tmp_path_factory, encoder_folder):
 @pytest.fixture(scope="module")
 def parts(folder):
     return open_parts([folder])
-
-
-@contextlib.contextmanager
-def running(app):
-    """The application behind a real socket -> its address."""
-    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(30)
-            assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -286,6 +273,7 @@ def test_the_description_names_every_path_and_what_it_refuses(url, parts):
         ("post", "/search", b"", 422),
         ("post", "/vectors", b"123", 422),
         ("post", "/adapter", b"{}", 401),
+        ("post", "/vectors", bytes(20_008), 413),
         ("get", "/health", None, 200),
         ("get", "/index", None, 200),
         ("get", "/metrics", None, 200),
@@ -297,6 +285,10 @@ def test_the_description_names_every_path_and_what_it_refuses(url, parts):
     limits = Limits()
     assert (asked["topk"]["maximum"], asked["queries"]["maxItems"]) == (limits.topk, limits.queries)
     assert asked["queries"]["items"]["maxLength"] == limits.query_length
+    posts = {path: methods["post"] for path, methods in described["paths"].items() if "post" in methods}
+    assert posts["/search"]["requestBody"]["description"].endswith(f"B at most {limits.queries}")
+    assert posts["/vectors"]["requestBody"]["description"].endswith(f"at most {limits.rows}")
+    assert all("503" in posts[path]["responses"] for path in ("/retrieve", "/search", "/vectors"))
 
 
 def test_without_a_token_there_is_no_adapter_path_and_too_many_waiting_are_told_to_come_back(parts):
@@ -315,6 +307,39 @@ def test_without_a_token_there_is_no_adapter_path_and_too_many_waiting_are_told_
         codes = sorted(job.result().status_code for job in asked)
     assert codes == [200] * 3 + [503] * 5
     assert all(job.result().headers["retry-after"] == "1" for job in asked if job.result().status_code == 503)
+
+
+def test_vectors_of_too_many_rows_are_refused_and_too_many_waiting_are_told_to_come_back(parts, monkeypatch):
+    service, release = Service(*parts), threading.Event()
+    stored, asked_at_once, lock = service.index.vectors, [0, 0], threading.Lock()
+
+    def slowly(rows):
+        with lock:
+            asked_at_once[0] += 1
+            asked_at_once[1] = max(asked_at_once)
+        release.wait(30)
+        with lock:
+            asked_at_once[0] -= 1
+        return stored(rows)
+
+    monkeypatch.setattr(service.index, "vectors", slowly)
+    with running(make_app(service, Limits(rows=6), waiting_rows=12)) as address, ThreadPoolExecutor(8) as pool:
+        for rows in (np.zeros(7, "<i8"), np.zeros(2_000_000, "<i8")):
+            answer = requests.post(f"{address}/vectors", data=rows.tobytes())
+            (detail,) = answer.json()["detail"]
+            assert (answer.status_code, detail["loc"]) == (422, ["body"])
+            assert detail["msg"] == f"body holds {len(rows)} rows: at most 6 are taken at once"
+        asked = [pool.submit(requests.post, f"{address}/vectors", data=np.full(6, i, "<i8").tobytes()) for i in range(8)]
+        deadline = time.monotonic() + 20
+        while sum(job.done() for job in asked) < 5 and time.monotonic() < deadline:
+            time.sleep(0.01)  # one is fetched, two wait, five are sent away
+        assert requests.post(f"{address}/retrieve", json={"queries": ["word1"]}).status_code == 200  # searches do not wait
+        release.set()
+        answers = [job.result() for job in asked]
+    assert sorted(answer.status_code for answer in answers) == [200] * 3 + [503] * 5 and asked_at_once[1] == 1
+    for i, answer in enumerate(answers):
+        assert answer.content == stored(np.full(6, i)).astype(wire.BFLOAT16).tobytes() or answer.headers["retry-after"] == "1"
+    assert Limits().rows >= clients.FETCHED and Limits().queries >= clients.SEARCHED
 
 
 # The client ---------------------------------------------------------------------------------------------------------------
@@ -419,6 +444,11 @@ def test_the_client_tries_again_elsewhere_and_gives_up_in_time(monkeypatch, url)
     monkeypatch.setattr(clients, "LARGEST", 10)
     with flaky(GOOD) as (address, asked), pytest.raises(RetrievalFault, match=r"more than 10 bytes \(2 attempts\)"):
         Client(address, attempts=2).retrieve(["q"], 1)
+    with flaky((None, 0.5)) as (address, asked), pytest.raises(RetrievalFault, match=r"no answer in time \(6 attempts\)"):
+        silent = Client(address, timeout=0.1)
+        silent._answered = True
+        silent.retrieve(["q"], 1)
+    assert len(asked) == 6, "one that takes a question and says nothing is not asked as often as one that is away"
     for bad in ("", "localhost:8000", "ftp://x", "http://[x", "http://"):
         with pytest.raises(UserError):
             Client(bad)
@@ -469,6 +499,25 @@ def test_the_command_serves_and_stops_without_losing_a_request(folder, adapter, 
         server.stderr.close()
 
 
+def test_the_command_ends_when_its_index_changes(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "index")
+    command = [sys.executable, "-m", "bridge_jax.serve", "--index", copy, "--port", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        address = server.stdout.readline().split()[-1]
+        assert Client(address).retrieve(["word1"], 3)
+        os.truncate(copy / "embeddings.bf16", 100)
+        answer = requests.post(f"{address}/retrieve", json={"queries": ["word1"]})
+        assert answer.status_code == 500 and "embeddings.bf16: was changed" in answer.json()["detail"]
+        assert server.wait(30) == 2
+        assert server.stderr.read().splitlines()[-1].startswith(f"error: {copy / 'embeddings.bf16'}: was changed while it was read")
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+        server.stderr.close()
+
+
 @pytest.mark.parametrize(
     "arguments, named",
     [
@@ -478,6 +527,7 @@ def test_the_command_serves_and_stops_without_losing_a_request(folder, adapter, 
         (["--host", "300.0.0.1"], "cannot listen there"),
         (["--topk", "0"], "--topk is 0"),
         (["--topk", "300"], "at most --max-topk"),
+        (["--max-rows", "0"], "--max-rows is 0"),
         (["--token-file", "/nowhere"], "--token-file /nowhere"),
         (["--corpus", "/nowhere.jsonl"], "/nowhere.jsonl: no such corpus"),
         (["--corpus", "a", "b"], "2 corpora for 1 indexes"),

@@ -1,13 +1,16 @@
 """Whole runs in this process: training in full, a method without a retriever update, the best checkpoint, several devices."""
 
+import contextlib
 import itertools
 import json
 import os
 import random
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -22,12 +25,16 @@ from bridge_jax.errors import Outage
 from bridge_jax.evaluation import run as evaluation_run
 from bridge_jax.models import e5, qwen2
 from bridge_jax.models.lora import load_peft
+from bridge_jax.retrieval import client as clients
+from bridge_jax.retrieval.index import build_index
 from bridge_jax.retrieval.retriever import RetrievalFault, Retriever
+from bridge_jax.retrieval.serving import open_parts
 from bridge_jax.training.checkpoints import Checkpoints
 from bridge_jax.training.loop import _refuse_lost_checkpoints
 from bridge_jax.training.metrics import read_metrics
 from bridge_jax.training.session import open_session
 from bridge_jax.training.workdir import exclusive, written_field
+from tests.retrieval.conftest import running
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +259,49 @@ def test_an_evaluation_with_an_outage_is_made_up_for(world, tmp_path, monkeypatc
     made_up = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert len(made_up) == 1 and made_up[0]["eval/em"] == json.loads(written.read_text())["averages"]["overall"]["em"]
     assert "going on after step 1" in capsys.readouterr().err
+
+
+def test_a_server_that_is_away_in_a_rollout_costs_nothing_but_time(world, tmp_path, monkeypatch, caplog):
+    """It ends between two searches of a step and is there again 1.5 s later: no rollout is flagged, and none is another."""
+    for name in ("starlette", "uvicorn", "prometheus_client"):
+        pytest.importorskip(name)
+    from bridge_jax.retrieval.server import Service, make_app
+
+    monkeypatch.setattr(clients, "FIRST_WAIT", 0.02)  # six tries would bridge 0.6 s, the others 5 and more
+    build_index(world / "corpus.jsonl", e5.load(world / "encoder", max_length=32), tmp_path / "index", kind="exact")
+    service = Service(*open_parts([tmp_path / "index"]))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    search, asked, timers, server = Retriever.search, [], [], contextlib.ExitStack()
+
+    def start():
+        server.enter_context(running(make_app(service), port))
+
+    def interrupted(self, queries, k, lora=None):
+        asked.append(len(queries))
+        if name == "broken" and len(asked) == 2:
+            server.close()
+            timers.append(threading.Timer(1.5, start))
+            timers[0].start()
+        return search(self, queries, k, lora=lora)
+
+    monkeypatch.setattr(Retriever, "search", interrupted)
+    settings = ("train.steps=1", "train.eval_every=0", "train.max_fault_share=0", "train.log_rollouts_every=1")
+    played = []
+    start()
+    try:
+        for name in ("unbroken", "broken"):
+            asked.clear()
+            overrides = (*settings, f"index.server=http://127.0.0.1:{port}")
+            rows = run(world, tmp_path / name, *(f"--config.{override}" for override in overrides))
+            assert len(asked) > 2 and rows[0]["rollout/environment_fault"] == 0
+            played.append((tiny_run.results(rows), (tmp_path / name / "rollouts" / "step_000001.jsonl").read_bytes()))
+    finally:
+        for timer in timers:
+            timer.join()
+        server.close()
+    assert re.search(r"/search\?k=6: .*; attempt [3-9] of 14 follows", caplog.text)
+    assert played[0] == played[1]
 
 
 def test_a_checkpoint_is_of_its_base_weights(world, tmp_path, capsys):
