@@ -68,6 +68,7 @@ def main() -> int:
     parser.add_argument("--count", type=Path, help="do not die; write how often each point was entered")
     parser.add_argument("train", nargs="+", help="after --, the words of bridge_jax.train")
     args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts this in the background has it ignored
     counts: Counter[str] = Counter()
     last = ""
 
@@ -75,7 +76,8 @@ def main() -> int:
         time.sleep(args.delay)
         if args.note:
             args.note.write_text(json.dumps({"point": args.point, "call": args.call, "delay": args.delay, "fell": last}))
-        os.kill(os.getpid(), signal.Signals[f"SIG{args.signal}"])
+        # to the main thread, whose sleep it ends
+        signal.pthread_kill(threading.main_thread().ident, signal.Signals[f"SIG{args.signal}"])
 
     def entered(point: str) -> None:
         nonlocal last
