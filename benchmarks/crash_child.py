@@ -14,7 +14,6 @@ import argparse
 import functools
 import importlib
 import json
-import os
 import signal
 import sys
 import threading
