@@ -37,8 +37,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "fuzz.json"
 INPUTS, QUICK, SEED = 10_000_000, 12_000, 0
 # Inputs a second differ by a thousand: the share of all inputs that each target gets.
 SHARES = {
-    "parse": 30, "inert": 20, "em": 18, "value": 6, "wire": 12, "questions": 6, "passages": 3, "safetensors": 2, "http": 1.2,
-    "observation": 1.2, "prompt": 0.5, "config": 0.1,
+    "parse": 30, "inert": 20, "em": 18, "value": 6, "wire": 12, "questions": 6, "passages": 3, "safetensors": 2, "answer": 6,
+    "http": 1.2, "observation": 1.2, "prompt": 0.5, "config": 0.1,
 }  # fmt: skip
 SLOW = 2.0  # seconds of the processor; the longest inputs have some 100,000 characters
 FAILURES = 3  # of a target, before it is left

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import fuzz_answers
 import fuzz_words as words
 import ml_dtypes
 import numpy as np
@@ -452,5 +453,6 @@ TARGETS = {
     "value": Target(check_value, words.VALUES),
     "config": Target(check_config, words.VALUES + [f"\n{name}=" for name in fields()]),
     "wire": Target(check_wire, words.JSON + words.NUMBERS + ['{"queries": ["a"]}', '"queries": ', '"topk": ', '"return_scores": ']),
+    "answer": Target(lambda text: fuzz_answers.check(text, as_bytes(text)), fuzz_answers.WORDS + words.JSON),
     "http": Target(check_http, words.HTTP + words.JSON + words.NUMBERS),
 }

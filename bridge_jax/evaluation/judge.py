@@ -69,7 +69,7 @@ def read_verdict(text: str) -> tuple[int, str] | None:
         try:
             verdict = json.loads(match[0])
             score, why = verdict["score"], verdict["why"]
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, RecursionError):
             continue
         if isinstance(score, int) and not isinstance(score, bool) and 0 <= score <= HIGHEST and isinstance(why, str):
             return score, why
