@@ -54,9 +54,10 @@ def config_file(text: str) -> str:
 
 
 def interpreter(text: str) -> str:
-    if shutil.which(text) is None:
+    found = shutil.which(text)
+    if found is None:
         raise argparse.ArgumentTypeError(f"{text} is no program: give the python that the peers are installed in")
-    return os.path.abspath(text) if os.sep in text else text
+    return os.path.abspath(found)  # of a virtual environment's: a link that is followed leads out of it
 
 
 def file_name(text: str) -> str:

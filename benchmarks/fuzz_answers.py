@@ -15,7 +15,7 @@ COUNT = 3  # passages in a judge's list
 WORDS = [
     '{"choices": [{"message": {"content": "', '"}, "finish_reason": "length"}], "usage": {"prompt_tokens": 1', '"why": ',
     '{"error": {"message": "', '{"detail": [{"msg": "', '{"detail": "', '{"score": 4, "why": "', '"score": ',
-    '"completion_tokens": ', "<scores>", "</scores>", "<sub_answer>", "</sub_answer>", "<scores>70, 0, 100</scores>", "70", ", ", "Not Sure",
+    '"completion_tokens": ', "<scores>", "</scores>", "<sub_answer>", "</sub_answer>", "<scores>70, 0, 100</scores>", "70", ", ",
 ]  # fmt: skip
 
 

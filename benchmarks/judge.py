@@ -130,8 +130,11 @@ def by_policy(folder: Path, overrides: dict) -> dict:
 
 
 def read(folder: Path) -> dict:
-    """What a round's files say of its judge."""
-    found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    """What a round's files say of its judge; {} of one that did not come so far."""
+    summary = folder / "summary.json"
+    found = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}
+    if "local" not in found:
+        return {}
     local = [json.loads(line) for line in (folder / "local.jsonl").read_text(encoding="utf-8").splitlines()]
     unread = [text for row in local for text in row.get("unread", ())]
     scores = [score for row in local for score in row["scores"] or ()]
