@@ -137,7 +137,7 @@ def point_run(number: int, run: list[str], workdir: Path, counts: Counter) -> di
     """A run that is hit once, at the first line of a point, in the middle of the calls that are made there, and then ends."""
     point, how = EACH[number]
     kills, note = [], workdir.with_suffix(".kill")
-    hits = [("save", "KILL", 1)] if point == "restore" else []  # nothing is restored before
+    hits = [("save", "KILL", 2)] if point == "restore" else []  # nothing is restored before the first save
     for where, sign, call in [*hits, (point, how, 1 if hits else (counts[point] + 1) // 2)]:
         note.unlink(missing_ok=True)
         done = child(run, workdir, f"--point={where}", f"--call={call}", f"--signal={sign}", f"--note={note}")

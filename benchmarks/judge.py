@@ -11,7 +11,8 @@ questions and every kind of fault: status 429 and 500, connections that are cut,
 is killed with SIGKILL while the judge works, started again, loses its server for good and ends, and is started a last time.
 Compared with the undisturbed one: the scores, the files behind them, and how often the same thing was answered twice.
 
-Each part is saved when it is done, with its machine and settings, and not done again. Writes results/judge.json.
+Each part is saved when it is done, with its machine and settings, and not done again. Writes results/judge.json,
+where the parts of earlier runs stay.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import sys
 import threading
 import time
 import urllib.parse
+from collections.abc import Iterator
 from pathlib import Path
 
 import agentic_kill
@@ -65,19 +67,23 @@ def main() -> None:
     root.mkdir(parents=True, exist_ok=True)
     own = comparators_pocket.pocket(root, args.warmstart) | comparators_pocket.METHODS["agentic_r"]
     own |= {"method.name": "agentic_r", "agentic.judge": "policy", "agentic.questions": 3}
-    result: dict = {"server": endpoint_server.version(args.server_python), "round": ROUND, "judges": {}}
     world = root / "world"
     world.mkdir(exist_ok=True)
     shared = agentic_kill.OVERRIDES | agentic_kill.write_world(world) | ROUND
-    models = args.models.split(",")
-    for model in models:
-        result |= behind_the_server(result, model, args.server_python, root, shared, model == models[0])
+    path = runs.RESULTS / f"{NAME}.json"
+    result: dict = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"judges": {}}
+    result |= {"server": endpoint_server.version(args.server_python), "round": ROUND}
     result["judges"]["the policy itself"] = runs.measured(root / "policy", own, lambda: by_policy(root / "policy", own))
-    write_text(runs.RESULTS / f"{NAME}.json", json.dumps(result, indent=1) + "\n")
+    write_text(path, json.dumps(result, indent=1) + "\n")
+    models = [model for model in args.models.split(",") if model]
+    for model in models:
+        for part in behind_the_server(result, model, args.server_python, root, shared, model == models[0]):
+            result |= part
+            write_text(path, json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
 
 
-def behind_the_server(result: dict, model: str, python: str, root: Path, shared: dict, also_disturbed: bool) -> dict:
+def behind_the_server(result: dict, model: str, python: str, root: Path, shared: dict, also_disturbed: bool) -> Iterator[dict]:
     """The parts of one model; its server starts where one of them is not done yet."""
     folder, whole = hub.resolve(model), root / model
     settings = shared | {"agentic.judge_model": str(folder)}
@@ -88,11 +94,9 @@ def behind_the_server(result: dict, model: str, python: str, root: Path, shared:
             url, _ = stack.enter_context(endpoint_server.server(python, folder, root))
             return stack.enter_context(Proxy(url))
 
-        judges = result["judges"] | {model: runs.measured(whole, settings, lambda: judged(whole, settings, proxy()))}
-        if not also_disturbed:
-            return {"judges": judges}
-        through_faults = runs.measured(root / "disturbed", settings, lambda: disturbed(root, whole, settings, proxy()))
-        return {"judges": judges, "disturbed": through_faults}
+        yield {"judges": result["judges"] | {model: runs.measured(whole, settings, lambda: judged(whole, settings, proxy()))}}
+        if also_disturbed:
+            yield {"disturbed": runs.measured(root / "disturbed", settings, lambda: disturbed(root, whole, settings, proxy()))}
 
 
 # ---------------------------------------------------------------------------------------------------------------- runs
