@@ -142,6 +142,10 @@ class Checkpoints:
                 f"checkpoint {where} cannot be read ({_first_line(error)}): if it is damaged, move it away to use the one before"
             ) from error
         position = items["position"]
+        if position.get("step") != step:
+            raise UserError(
+                f"checkpoint {where} is damaged: it says step {position.get('step')}: move it away to use the one before"
+            )
         expected = position.get("checksums", {})  # none in checkpoints of older versions
         found = checksums({name: items[name] for name in _items(abstract)})
         damaged = [name for name, value in expected.items() if found.get(name) != value]
@@ -151,7 +155,7 @@ class Checkpoints:
                 "away to use the one before"
             )
         return like.replace(
-            step=put(np.asarray(position["step"], np.int32), like.step.sharding),
+            step=put(np.asarray(step, np.int32), like.step.sharding),
             policy=items["policy"],
             policy_opt=items["optimiser"]["policy"],
             retriever=items["retriever"],

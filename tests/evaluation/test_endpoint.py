@@ -109,6 +109,7 @@ def test_a_refusal_that_is_nested_without_end_is_told():
 
 def test_ctrl_c_does_not_wait_for_an_endpoint_that_hangs(tmp_path):
     program = """
+import signal
 import sys
 from pathlib import Path
 from bridge_jax.endpoint import Endpoint
@@ -119,6 +120,7 @@ def main(url, cache):
     asked = [{"messages": [{"role": "user", "content": text}], "max_tokens": 16} for text in ("a", "hang", "down", "b", "hang")]
     Endpoint(url, "m", cache=Path(cache), concurrency=2, first_wait=50).complete_many(asked)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started the tests in the background
 sys.exit(main(*sys.argv[1:]))
 """
     ended, came = threading.Event(), threading.Semaphore(0)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from rounding import SPREAD
 from tiny_world import make_policy, nudged
 from virtual_devices import run_on_devices
 
@@ -140,7 +141,7 @@ def test_the_differentiable_form_has_the_gradient_of_the_full_forward(remat, cut
 
     a, b = jax.grad(got)(adapter), jax.grad(expected)(adapter)
     size = max(float(abs(x).max()) for x in jax.tree.leaves(b))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5 * size), a, b)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5 * SPREAD * size), a, b)
 
 
 SHARDED = """
