@@ -337,7 +337,13 @@ def test_unknown_name_and_full_disk(index, monkeypatch):
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("name, rule", [("smollm2-135m-instruct", "smollm"), ("qwen2.5-coder-0.5b-instruct", "qwen2")])
+@pytest.mark.parametrize(
+    "name, rule",
+    [
+        ("smollm2-135m-instruct", "smollm"),
+        pytest.param("qwen2.5-coder-0.5b-instruct", "qwen2", marks=pytest.mark.long),
+    ],
+)
 def test_real_language_model_equals_transformers(name, rule, tmp_path):
     folder = pocket_models.fetch(name)
     gguf_file = tmp_path / "m.gguf"

@@ -24,7 +24,9 @@ orchestral compositions of the Baroque era. def f(x): return x ** 2 + 3.14 * x  
 """
 
 
-@pytest.fixture(scope="module", params=["smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct"])
+@pytest.fixture(
+    scope="module", params=["smollm2-135m-instruct", pytest.param("qwen2.5-coder-0.5b-instruct", marks=pytest.mark.long)]
+)
 def pair(request):
     torch.set_num_threads(1)  # generation on few cores that others use too spends its time in thread barriers otherwise
     folder = hub.resolve(request.param)

@@ -42,6 +42,19 @@ def test_any_flipped_bit_changes_it(place, bit):
     assert checksums([array]) != before
 
 
+@pytest.mark.parametrize("damage", [('"step"', '"stdp"'), ('"step": 1', '"step": 3')])
+def test_a_damaged_position_is_refused(damage, tmp_path):
+    folder = tmp_path / "checkpoints"
+    checkpoints = Checkpoints(folder, keep=2, fingerprint={})
+    checkpoints.save(1, state(1))
+    checkpoints.close()
+    path = folder / "1" / "position" / "metadata"
+    assert path.read_text().count(damage[0]) == 1
+    path.write_text(path.read_text().replace(*damage))
+    with pytest.raises(UserError, match=r"is damaged: it says step (None|3): move it away"):
+        Checkpoints(folder, keep=2, fingerprint={}, read_only=True).restore(1, state(0))
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax leaves coroutines behind
 def test_a_damaged_file_is_refused_or_harmless(tmp_path):
     """One bit flipped, or the end cut off, in each file of a checkpoint in turns: never another state without an error."""

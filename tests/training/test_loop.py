@@ -172,7 +172,7 @@ def test_a_checkpoint_is_saved_whatever_the_clock_does(tmp_path, monkeypatch):
 FULL = ["--config.method.name=two_state", "--config.policy.trainable=full", "--config.grpo.lr=1e-5"]
 
 
-@pytest.mark.parametrize("settings", [[], FULL], ids=["bridge", "two_state_full"])
+@pytest.mark.parametrize("settings", [[], pytest.param(FULL, marks=pytest.mark.long)], ids=["bridge", "two_state_full"])
 def test_four_devices_give_the_numbers_of_one(world, tmp_path, settings):
     """fsdp = 2, tensor = 2 on virtual devices: the same rollouts, losses and gradients; float32 sums in another order."""
     settings = ["--config.train.steps=2", *settings]

@@ -248,7 +248,9 @@ def test_rag_then_rl_starts_with_the_retriever(runs):
     assert {path.name for path in (workdir / "eval").iterdir()} == {f"step_{n:06d}.json" for n in (0, 3, 6)}
 
 
-@pytest.mark.parametrize(("method", "killed_in"), [("rag_then_rl", 3), ("rag_then_rl", 5), ("two_state", 2)])
+@pytest.mark.parametrize(
+    ("method", "killed_in"), [("rag_then_rl", 3), ("rag_then_rl", 5), pytest.param("two_state", 2, marks=pytest.mark.long)]
+)
 def test_an_interrupted_run_goes_on_bit_for_bit(world, runs, tmp_path, monkeypatch, method, killed_in):
     """Across stages, and with a second retriever in the state."""
     whole, rows = runs(method)

@@ -92,7 +92,7 @@ def test_stopped_between_and_killed_during_steps(world, environment, unbroken, t
 def test_ended_at_points_of_a_step(world, environment, unbroken, tmp_path):
     """The short form of benchmarks/crash_matrix.py: Ctrl-C is one line, and the run goes on as if nothing had been."""
     workdir = tmp_path / "ended"
-    for point, how, code in (("scoring", "INT", 130), ("retriever step", "KILL", -signal.SIGKILL), ("save", "INT", 130)):
+    for point, how, code in (("scoring", "INT", 130), ("retriever step", "KILL", -signal.SIGKILL)):
         child = [sys.executable, str(CRASH_CHILD), f"--point={point}", "--call=2", f"--signal={how}", "--"]
         done = subprocess.run([*child, *command(world, workdir)[3:]], capture_output=True, text=True, env=environment)
         assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
