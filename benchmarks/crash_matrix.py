@@ -95,8 +95,9 @@ def differences(expected: dict, found: dict) -> list[str]:
     return sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
 
 
-def broken_run(run: list[str], workdir: Path, counts: Counter, chance: random.Random) -> dict:
+def random_run(number: int, run: list[str], workdir: Path, counts: Counter) -> dict:
     """A run that is killed one to three times and then ends -> where it was killed, and what it came to say."""
+    chance = random.Random(f"{SEED}/{number}")
     kills, note, wanted = [], workdir.with_suffix(".kill"), chance.choice((1, 1, 2, 3))
     while len(kills) < wanted:
         point = chance.choice(sorted(POINTS) if kills else sorted(set(POINTS) - {"restore"}))
@@ -127,10 +128,6 @@ def unbroken_run(run: list[str], folder: Path) -> tuple[dict, Counter]:
     if not any(row.get("policy/grad_norm", 0) > 1e-3 for row in read_metrics(folder / "unbroken" / "metrics.jsonl")):
         raise SystemExit("the unbroken run learns nothing: no advantage differs from 0")
     return result(folder / "unbroken"), Counter(json.loads(counts.read_text()))
-
-
-def random_run(number: int, run: list[str], workdir: Path, counts: Counter) -> dict:
-    return broken_run(run, workdir, counts, random.Random(f"{SEED}/{number}"))
 
 
 def point_run(number: int, run: list[str], workdir: Path, counts: Counter) -> dict:
