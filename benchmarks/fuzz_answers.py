@@ -30,11 +30,10 @@ def check(text: str, body: bytes) -> None:
     """A body -> a reply that can be written as JSON in UTF-8, or none; words of an error; scores in their range, or none."""
     reply = endpoint._parse(answered(body, 200), 0.5)
     for said in (reply.text if reply else "", endpoint._message(answered(body, 400)), client._detail(answered(body, 503))):
-        assert isinstance(said, str)
+        said.encode()
     if reply is not None:
         json.dumps(reply.__dict__, ensure_ascii=False, allow_nan=False).encode()
         assert reply.finish in ("stop", "length") and isinstance(reply.tokens, int)
-    endpoint._message(answered(body, 400)).encode()
     scores = relevance.read_scores(text, COUNT)
     assert scores is None or (len(scores) == COUNT and all(0 <= score <= 100 for score in scores))
     assert isinstance(relevance.read_sub_answer(text), str)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import http.client
 import io
+import re
 import time
 
 import requests
@@ -59,6 +60,11 @@ def send(session: requests.Session, method: str, url: str, *, timeout, largest: 
     answer._content = bytes(body)  # where `requests` keeps what it has read by itself
     answer.encoding = "utf-8-sig"  # JSON's; a charset of the server's own choice may be none, or not one of text
     return answer
+
+
+def whole(text: str) -> str:
+    """Half a surrogate pair, which JSON can escape and UTF-8 cannot write, becomes U+FFFD."""
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
 class _UntilDeadline(io.RawIOBase):

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import random
-import re
 import threading
 import time
 from collections import Counter, deque
@@ -257,7 +256,13 @@ def _parse(answer: requests.Response, seconds: float) -> Reply | None:
         text = choice["message"].get("content") or ""
         usage = content.get("usage") or {}
         finish = "length" if choice.get("finish_reason") == "length" else "stop"
-        return Reply(_whole(str(text)), finish, int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0)), seconds)
+        return Reply(
+            bounded_http.whole(str(text)),
+            finish,
+            int(usage.get("prompt_tokens", 0)),
+            int(usage.get("completion_tokens", 0)),
+            seconds,
+        )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return None
 
@@ -270,12 +275,7 @@ def _message(answer: requests.Response) -> str:
         text = inner.get("message", inner) if isinstance(inner, dict) else inner
     except (ValueError, AttributeError, RecursionError):
         text = answer.text
-    return _whole(" ".join(str(text).split())[:300])
-
-
-def _whole(text: str) -> str:
-    """Half a surrogate pair, which JSON can escape and UTF-8 cannot write, becomes U+FFFD."""
-    return re.sub("[\ud800-\udfff]", "\ufffd", text)
+    return bounded_http.whole(" ".join(str(text).split())[:300])
 
 
 def _read_cache(path: Path | None) -> dict[str, Reply]:

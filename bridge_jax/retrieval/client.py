@@ -65,7 +65,7 @@ class Client:
     def ask(self, method: str, path: str, **options) -> requests.Response:
         """A request with retries. Raises as `retrieve`."""
         attempts = self.attempts if self._answered else min(self.attempts, BRIEF)
-        for attempt in range(1, self.attempts + 1):
+        for attempt in itertools.count(1):
             server = self.servers[next(self._turn) % len(self.servers)]
             try:
                 limits = {"timeout": (max(1.0, self.timeout / 10), self.timeout), "largest": LARGEST}
@@ -87,7 +87,6 @@ class Client:
             wait = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
             log.warning("%s; attempt %d of %d follows", failure, attempt + 1, attempts)
             time.sleep(wait)
-        raise AssertionError("unreachable")
 
     def _session(self) -> requests.Session:
         """One a thread: a session is not made to be shared."""
@@ -107,7 +106,7 @@ def _cause(error: requests.RequestException) -> str:
 def _detail(answer: requests.Response) -> str:
     try:
         detail = answer.json()["detail"]
-        return detail if isinstance(detail, str) else "; ".join(str(part["msg"]) for part in detail)
+        return bounded_http.whole(detail if isinstance(detail, str) else "; ".join(str(part["msg"]) for part in detail))
     except (ValueError, KeyError, TypeError, RecursionError):
         return answer.text[:200] or answer.reason
 

@@ -439,6 +439,8 @@ def test_the_client_tries_again_elsewhere_and_gives_up_in_time(monkeypatch, url)
     for status, kind in ((400, UserError), (500, RetrievalFault)):
         with flaky((status, b"[" * 5000)) as (address, asked), pytest.raises(kind, match=rf"answers {status}: \[\[\["):
             Client(address, attempts=2).retrieve(["q"], 1)
+    with flaky((500, rb'{"detail": "a \ud800"}')) as (address, asked), pytest.raises(RetrievalFault, match="answers 500: a \ufffd"):
+        Client(address, attempts=1).retrieve(["q"], 1)  # the words go into traces, which are UTF-8
     with saying(HEAD, 1000 * b" ") as address, pytest.raises(RetrievalFault, match=r"no answer in time \(2 attempts\)"):
         Client(address, timeout=0.4, attempts=2).retrieve(["q"], 1)
     monkeypatch.setattr(clients, "LARGEST", 10)
